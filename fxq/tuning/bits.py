@@ -227,16 +227,21 @@ def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> list[_Weight]:
     """
     weights: dict[Any, _Weight] = {}
     everywhere = _Weight(trials.layers(rounded, Ledger(())))
-    for name, spec in SPECS.items():
-        for manager in trials.managers(everywhere.with_spec(recipe, spec)):
-            _add(weights, manager, name)
-    for manager in trials.managers(everywhere.with_spec(rounded, SPECS[_MEASURED])):
-        _add(weights, manager, _NEAREST)
+    candidates = {name: everywhere.with_spec(recipe, spec) for name, spec in SPECS.items()}
+    candidates[_NEAREST] = everywhere.with_spec(rounded, SPECS[_MEASURED])
+    for name, candidate in candidates.items():
+        keys: dict[Any, Any] = {}
+        for manager in trials.managers(candidate):
+            _add(weights, manager, name, keys)
     return [weight for weight in weights.values() if len(weight.errors) == len(SPECS) + 1]
 
 
-def _add(weights: dict[Any, _Weight], manager: PassManager, name: str) -> None:
-    """Add the weights of a graph, with their sizes and errors for one spec."""
+def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dict[Any, Any]) -> None:
+    """Add the weights of a graph, with their sizes and errors for one spec.
+
+    `keys` has the key of each tensor of the candidate: the first layer that reads it, since tied weights share a
+    tensor, and candidates have copies of their own of transposed weights.
+    """
     read_by: dict[fx.Node, tuple[fx.Node, _Weight]] = {}
     for node in manager.gm.graph.nodes:
         layer = layer_of(manager, node, {}) if precision_of(node) == "weight-only" else None
@@ -244,7 +249,8 @@ def _add(weights: dict[Any, _Weight], manager: PassManager, name: str) -> None:
         if layer is None or len(reads) != 1 or not info(reads[0]).stands_for:
             continue
         real = read_attribute(manager.gm, info(reads[0]).stands_for)
-        weight = weights.setdefault((real.data_ptr(), tuple(real.shape)), _Weight())
+        key = keys.setdefault((real.data_ptr(), real.shape), (layer.selectors, info(reads[0]).stands_for))
+        weight = weights.setdefault(key, _Weight())
         read_by[node] = reads[0], weight
         if layer.selectors not in [earlier.selectors for earlier in weight.layers]:
             weight.layers.append(layer)

@@ -68,6 +68,24 @@ def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     assert weight.errors["4 bits, blocks of 64"] < 0.98 * weight.errors["rounded to nearest"]
 
 
+class Transposed(nn.Module):
+    """Linear layer whose weight is stored as (in, out), as in GPT-2."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 8), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.bias))
+
+
+def test_transposed_weights_are_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(Transposed(128, 192), nn.ReLU(), Transposed(192, 64)).eval()
+    result = fxq.search(model, RECIPE, DATA, budget=5)
+    assert [weight.values for weight in result] == [128 * 192, 192 * 64]
+
+
 def test_the_recipe_is_saved_and_the_table_shows_the_weights(tmp_path):
     result = fxq.search(network(), RECIPE, DATA, budget="6 bits")
     result.recipe.save(tmp_path / "r.toml")
