@@ -188,7 +188,11 @@ def test_inputs_without_an_end(value):
 REFUSED = {
     "groups": (nn.Conv2d(20, 20, 3, groups=4), "conv2d", "it has groups of several channels"),
     "windows_with_gaps": (nn.MaxPool2d(3, 2, dilation=2), "max_pool2d", "its windows have gaps"),
-    "padding": (nn.ConvTranspose2d(20, 20, 3, 2, 1), "conv_transpose2d", "its padding is no multiple of its stride"),
+    "size": (
+        nn.ConvTranspose2d(20, 20, 3, 2, 1),
+        "conv_transpose2d",
+        "the size of its result is no multiple of its stride",
+    ),
     "windows_of_several_sizes": (nn.AdaptiveAvgPool2d(3), "adaptive_avg_pool2d", "its windows differ in size"),
     "mish": (nn.Mish(), "mish", "jit has no integer kernel for mish"),
 }
