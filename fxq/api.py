@@ -73,9 +73,9 @@ def quantize(
         weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
             with `model.safetensors.index.json` and the files that it names.
         effort: "fast": nothing is timed, so that every op that can runs on integers, and passes fit and verify on fewer
-            samples. "best": other observers and passes that choose the rounding of weights are tried, and the most
-            accurate are used, with the fastest of all installed backends unless the recipe names one. Takes many times
-            as long, and keeps the data in memory.
+            samples. "best": equalization, other observers and passes that choose the rounding of weights are tried, and
+            the most accurate are used, with the fastest of all installed backends unless the recipe names one. Takes
+            many times as long, and keeps the data in memory.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded

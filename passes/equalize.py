@@ -40,7 +40,8 @@ class Equalize(Pass):
     Before: conv2d(relu(conv2d(x, w, b)), v)    After: conv2d(relu(conv2d(x, w / s, b / s)), v * s)
     Keeps: the output, to rounding in float32.
 
-    It helps weights with one scale for the whole tensor, where channels with small weights lose precision.
+    It helps weights with one scale for the whole tensor, where channels with small weights lose precision, and
+    activations with one scale, if channels with small values lose it.
     s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
     be relu, functions with slopes and pooling, and no other op may read the scaled values. A function that clips at c,
     such as relu6, becomes minimum(relu(x), c / s).

@@ -12,7 +12,7 @@ from fxq.backends.by_name import FASTEST
 from fxq.calibration.ranks import Ranks
 from fxq.errors import FxqError, RecipeError, unknown, warn, words_of
 from fxq.ledger.output_check import rank
-from fxq.passes import AdaRound, CorrectBias, Gptq, KeepSmallValues, Smooth, VerifyLowering
+from fxq.passes import AdaRound, CorrectBias, Equalize, FoldBatchNorm, Gptq, KeepSmallValues, Smooth, VerifyLowering
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.search import other_observers, with_observer
@@ -55,8 +55,9 @@ def quick(recipe: Recipe) -> Recipe:
 def best(model: nn.Module, recipe: Recipe, data: list[Any] | None, group: Any, progress: bool | None) -> Recipe:
     """Return the most accurate of several recipes, for the fastest of all backends.
 
-    The observers of activations are tried first, then, with the best of them, passes that choose the rounding of
-    weights. All candidates have the same calibration, and are evaluated in exact integer arithmetic on all of the data.
+    The pass `equalize` is tried first, then observers of activations, then passes that choose the rounding of weights,
+    each with the best before. `equalize` changes what is calibrated, so that it costs a second calibration; all other
+    candidates share one. All are evaluated in exact integer arithmetic on all of the data.
 
     Args:
         model: the float model.
@@ -82,9 +83,13 @@ def best(model: nn.Module, recipe: Recipe, data: list[Any] | None, group: Any, p
 def _most_accurate(model: nn.Module, recipe: Recipe, data: Iterable[Any], progress: bool | None) -> Recipe:
     trials = calibrated_trials(model, recipe, data, None, progress)
     chosen, score = recipe, trials.score(trials.recipe)
+    for equalized in _with_equalize(recipe):
+        equalized_trials = calibrated_trials(model, equalized, data, None, progress)
+        own = equalized_trials.score(equalized_trials.recipe)
+        if rank(own) > rank(score) + MIN_GAIN_DB:
+            trials, chosen, score = equalized_trials, equalized, own
     role = trials.recipe.reduce_range
-    observers = [with_observer(recipe, text) for text in other_observers(recipe.config)]
-    for tried in (lambda _: observers, _with_rounding):
+    for tried in (_with_observers, _with_rounding):
         recipes = tried(chosen)
         scores = trials.scores([replace(candidate, reduce_range=role) for candidate in recipes])
         for candidate, own in zip(recipes, scores, strict=True):
@@ -95,6 +100,19 @@ def _most_accurate(model: nn.Module, recipe: Recipe, data: Iterable[Any], progre
 
 MIN_GAIN_DB = 0.2
 """SQNR that a candidate must gain, in dB: less may be chance."""
+
+
+def _with_equalize(recipe: Recipe) -> list[Recipe]:
+    """Recipe with channels of even ranges, if the recipe folds batch norms and does not have the pass."""
+    names = {step.name for step in recipe.pipeline}
+    if FoldBatchNorm.name not in names or Equalize.name in names:
+        return []
+    return [recipe.insert_pass(Equalize(), after=FoldBatchNorm.name)]
+
+
+def _with_observers(recipe: Recipe) -> list[Recipe]:
+    """Recipes with each other observer of activations."""
+    return [with_observer(recipe, text) for text in other_observers(recipe.config)]
 
 
 def _with_rounding(recipe: Recipe) -> list[Recipe]:

@@ -86,6 +86,25 @@ def test_the_best_recipe_is_no_worse():
     assert sqnrs[1] > sqnrs[0] + 1  # dB
 
 
+def test_channels_of_uneven_ranges_are_equalized(monkeypatch):
+    """A channel with large values takes the range of a tensor, unless both layers beside it are scaled."""
+    model, data = network()[:3], images()
+    with torch.no_grad():
+        factors = torch.logspace(-1, 1, 16)
+        model[0].weight.mul_(factors.view(-1, 1, 1, 1))
+        model[0].bias.mul_(factors)
+        model[2].weight.div_(factors.view(1, -1, 1, 1))
+    monkeypatch.setattr(effort, "_with_observers", lambda recipe: [])
+    monkeypatch.setattr(effort, "_with_rounding", lambda recipe: [])
+    recipe = fxq.Recipe.static(backend="reference")
+    default = fxq.quantize(model, recipe, data=data)
+    qmodel = fxq.quantize(model, recipe, data=data, effort="best")
+    assert "equalize" in [step.name for step in qmodel.recipe.pipeline]
+    held_out = [torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(9))]
+    sqnrs = [fxq.compare(model, q, held_out).output_sqnr for q in (default, qmodel)]
+    assert sqnrs[1] > sqnrs[0] + 10  # dB
+
+
 @pytest.mark.slow
 def test_the_best_recipe_is_for_the_fastest_backend(monkeypatch):
     monkeypatch.setattr(fastest, "fastest_order", lambda: ("x86", "reference"))

@@ -140,7 +140,7 @@ class Jit(EngineBackend):
     name: ClassVar[str] = "jit"
     packages: ClassVar[tuple[str, ...]] = ("numba",)
     kernel: ClassVar[type[EngineKernel]] = JitKernel
-    layers: ClassVar[frozenset[str]] = frozenset({"conv2d", "conv_transpose2d", "linear"})
+    layers: ClassVar[frozenset[str]] = frozenset({"conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d", "linear"})
     other_ops: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", "avg_pool2d", "adaptive_avg_pool2d", "batch_norm"}
     )

@@ -188,7 +188,11 @@ def test_inputs_without_an_end(value):
 REFUSED = {
     "groups": (nn.Conv2d(20, 20, 3, groups=4), "conv2d", "it has groups of several channels"),
     "windows_with_gaps": (nn.MaxPool2d(3, 2, dilation=2), "max_pool2d", "its windows have gaps"),
-    "padding": (nn.ConvTranspose2d(20, 20, 3, 2, 1), "conv_transpose2d", "its padding is no multiple of its stride"),
+    "size": (
+        nn.ConvTranspose2d(20, 20, 3, 2, 1),
+        "conv_transpose2d",
+        "the size of its result is no multiple of its stride",
+    ),
     "windows_of_several_sizes": (nn.AdaptiveAvgPool2d(3), "adaptive_avg_pool2d", "its windows differ in size"),
     "mish": (nn.Mish(), "mish", "jit has no integer kernel for mish"),
 }
@@ -208,17 +212,42 @@ def test_refusals_have_reasons(which):
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
-        (nn.Conv1d(8, 8, 3), (2, 8, 9), "jit has no integer kernel for conv1d"),
+        (nn.Conv3d(8, 8, 3), (2, 8, 5, 5, 5), "jit has no integer kernel for conv3d"),
         (nn.Linear(8, 8), (8,), "it has 1 axes"),
         (nn.Conv2d(8, 8, 3), (8, 5, 5), "its input is no image"),
     ],
-    ids=["conv1d", "one_axis", "no_batch"],
+    ids=["conv3d", "one_axis", "no_batch"],
 )
 def test_where_nothing_is_left_it_says_so(model, shape, reason):
     x = torch.randn(shape)
     with pytest.warns(fxq.FxqWarning, match=f"nothing runs on integers.*{reason}"):
         q = quantized(model, x)
     assert q.ledger.coverage == 0.0 and torch.allclose(q(x), model(x), rtol=0, atol=1e-5)
+
+
+class Vocoder(nn.Module):
+    """Upsampling and a residual block with dilation, as in HiFi-GAN, then a depthwise layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.dilated = nn.ConvTranspose1d(12, 16, 8, 4, 2), nn.Conv1d(16, 16, 3, padding=3, dilation=3)
+        self.depthwise, self.last = nn.Conv1d(16, 16, 5, padding=2, groups=16), nn.Conv1d(16, 1, 7, padding="same")
+
+    def forward(self, x):
+        y = self.up(F.leaky_relu(x, 0.1))
+        y = y + self.dilated(F.leaky_relu(y, 0.1))
+        return torch.tanh(self.last(F.leaky_relu(self.depthwise(y), 0.1)))
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_sequences_with_their_channels_first():
+    x = torch.randn(2, 12, 9)
+    q = quantized(settled(Vocoder), x)
+    assert {entry.precision for entry in q.ledger.where(op="conv1d")} == {"int8"}
+    assert {entry.precision for entry in q.ledger.where(op="conv_transpose1d")} == {"int8"}
+    (kernel,) = kernels(q)
+    for batch in (x, torch.randn(1, 9, 12).mT, torch.randn(3, 12, 40)[..., ::2], torch.randn(2, 12, 31)):
+        assert q(batch).is_contiguous() and sqnr(form(kernel)(batch.contiguous()), q(batch)) > 40
 
 
 def test_what_it_runs():

@@ -30,8 +30,8 @@ def linear(plan: StepBuilder, x: Any, weight: Any, bias: Any = None) -> PlannedV
     return _plan_product(plan, x, taps_weight, bias, (n, h, w, columns), taps=[(0, 0)], windows=(h, w))
 
 
-@plans("conv2d")
-def conv2d(
+@plans("conv1d", "conv2d")
+def conv(
     plan: StepBuilder,
     x: Any,
     weight: Any,
@@ -44,15 +44,14 @@ def conv2d(
     padding_mode: str,
 ) -> PlannedValue:
     x, weight = plan.layer_inputs(x, weight)
-    refuse(x.rank != 4 or x.axis != 1, "its input is no image")
+    weight, stride, dilation, padding = _as_image_layer(x, weight, (stride, 1), (dilation, 1), (padding, 0))
     if x.area.is_float:
         is_pointwise = groups == 1 and weight.values.shape[2:] == (1, 1)
-        is_padded = is_pointwise and any(conv_padding(weight.values.shape, padding, pair(dilation)))
+        is_padded = is_pointwise and any(conv_padding(weight.values.shape, padding, dilation))
         refuse(not is_pointwise or is_padded, "it is a float layer with windows or groups")
         return _plan_float_layer(plan, x, weight, bias)
     refuse(padding_mode != "zeros", f"it pads with {padding_mode}")
     refuse(weight.axis != 0, "its weight has scales of another axis")
-    stride, dilation = pair(stride), pair(dilation)
     left, right, top, bottom = conv_padding(weight.values.shape, padding, dilation)
     n, h, w, channels = x.area.shape
     columns, depth, kernel_rows, kernel_columns = weight.values.shape
@@ -73,8 +72,8 @@ def conv2d(
     return _plan_product(plan, x, PlannedWeight(values, weight.scale), bias, (n, *windows, columns), **options)
 
 
-@plans("conv_transpose2d")
-def conv_transpose2d(
+@plans("conv_transpose1d", "conv_transpose2d")
+def conv_transpose(
     plan: StepBuilder,
     x: Any,
     weight: Any,
@@ -92,26 +91,22 @@ def conv_transpose2d(
     """
     x, weight = plan.layer_inputs(x, weight)
     refuse(x.area.is_float, "it is a float layer")
-    refuse(x.rank != 4 or x.axis != 1, "its input is no image")
-    refuse(groups != 1 or pair(dilation) != (1, 1), "it has groups, or a dilation")
+    weight, (down, right), (top, left), added, dilation = _as_image_layer(
+        x, weight, (stride, 1), (padding, 0), (output_padding, 0), (dilation, 1)
+    )
+    refuse(groups != 1 or dilation != (1, 1), "it has groups, or a dilation")
     n, h, w, channels = x.area.shape
     refuse(len(weight.values) != channels, f"its input has {channels} channels, its weight {len(weight.values)}")
     _, columns, kernel_rows, kernel_columns = weight.values.shape
-    down, right = pair(stride)
-    top, left = pair(padding)
-    out_rows = (h - 1) * down - 2 * top + kernel_rows + pair(output_padding)[0]
-    out_columns = (w - 1) * right - 2 * left + kernel_columns + pair(output_padding)[1]
-    refuse(
-        top % down or left % right or out_rows % down or out_columns % right, "its padding is no multiple of its stride"
-    )
-    # Row (down * i + r) of the result, counted from the begin of the padding, reads x[i - m] with row (r + down * m)
-    # of the weight.
-    tap_counts = [-(-size // step) for size, step in ((kernel_rows, down), (kernel_columns, right))]
-    taps = [(-i, -j) for i in range(tap_counts[0]) for j in range(tap_counts[1])]
+    out_rows = (h - 1) * down - 2 * top + kernel_rows + added[0]
+    out_columns = (w - 1) * right - 2 * left + kernel_columns + added[1]
+    refuse(out_rows % down or out_columns % right, "the size of its result is no multiple of its stride")
+    # Row (down * i + r) of the result reads x[i + m] with row (r + top - down * m) of the weight.
+    taps = list(itertools.product(_tap_range(top, down, kernel_rows), _tap_range(left, right, kernel_columns)))
     values = torch.zeros(down, right, columns, len(taps), channels, dtype=torch.int8)
     for (r, s), (k, (i, j)) in itertools.product(itertools.product(range(down), range(right)), enumerate(taps)):
-        row, column = r - down * i, s - right * j
-        if row < kernel_rows and column < kernel_columns:
+        row, column = r + top - down * i, s + left - right * j
+        if row in range(kernel_rows) and column in range(kernel_columns):
             values[r, s, :, k] = weight.values[:, :, row, column].t()
     assert weight.scale is not None
     refuse(weight.scale.dim() and weight.axis != 1, "its weight has scales of its input's channels")
@@ -123,8 +118,28 @@ def conv_transpose2d(
     return _plan_product(
         plan, x, PlannedWeight(values.view(-1, len(taps), channels), scale.repeat(results_per_window)), repeated_bias,
         (n, out_rows, out_columns, columns), taps=taps, windows=(out_rows // down, out_columns // right),
-        first=(top // down, left // right), out_stride=(down, right), spread=spread,
+        out_stride=(down, right), spread=spread,
     )  # fmt: skip
+
+
+def _as_image_layer(x: PlannedValue, weight: PlannedWeight, *options: tuple[Any, int]) -> tuple[Any, ...]:
+    """Weight and options of a convolution for two axes: a sequence is an image of height 1.
+
+    Args:
+        x: Input, whose channels must be axis 1.
+        weight: Weight, (., ., kernel) or (., ., kernel rows, kernel columns).
+        options: Options, each with the number that has no effect along the height.
+    """
+    refuse(x.rank != weight.values.dim() or x.axis != 1, "its input is no image or sequence with its channels first")
+    if x.rank == 4:
+        return weight, *(value if isinstance(value, str) else pair(value) for value, _ in options)
+    along = [value if isinstance(value, str) else (no_effect, *pair(value, 1)) for value, no_effect in options]
+    return PlannedWeight(weight.values.unsqueeze(2), weight.scale, weight.axis), *along
+
+
+def _tap_range(padding: int, stride: int, size: int) -> range:
+    """Elements of the input, relative to the window, that a transposed convolution reads along an axis."""
+    return range((stride - 1 + padding) // stride, -((size - 1 - padding) // stride) - 1, -1)
 
 
 @plans("batch_norm")
@@ -138,10 +153,10 @@ def batch_norm(
     shift = (0.0 if shift is None else shift) - mean.real * scale
     x = plan.read(x)
     channels = x.area.shape[3]
-    refuse(x.rank not in (2, 4) or (x.rank == 4 and x.axis != 1), "its input has its channels on another axis")
+    refuse(x.axis != 1, "its input has its channels on another axis")
     refuse(len(scale) != channels, f"its input has {channels} channels, its statistics {len(scale)}")
     if x.area.is_float:
-        shape = (1, -1, 1, 1) if x.rank == 4 else (1, -1)
+        shape = (1, -1, *[1] * (x.rank - 2))
         x = plan.settle(binary(plan, x, PlannedWeight(scale.view(shape)), multiplies=True), None)
         return binary(plan, x, PlannedWeight(shift.view(shape)), multiplies=False)
     x = plan.in_arena(x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,20 +31,29 @@ from fxq.graph.unit import Unit, unit_of
 
 
 def planned(gm: fx.GraphModule, inputs: Sequence[Any], trial: bool = False) -> ProgramPlan:
-    """Plan the steps of a region. Inputs of four axes are (N, C, H, W), or (N, H, W, C) if that cannot be planned.
+    """Plan the steps of a region.
+
+    Inputs of four axes are (N, C, H, W), and those of three (N, L, C). If that cannot be planned, they are (N, H, W, C)
+    or (N, C, L).
 
     Raises:
-        NotPlannedError: No step computes a node.
+        NotPlannedError: No step computes a node. Of several plans, the error is that of the one that went furthest.
     """
     refuse(not all(isinstance(x, Tensor) for x in inputs), "an input is no tensor")
-    last_axes = [x.dim() - 1 for x in inputs]
-    try:
-        return ProgramPlan(gm, inputs, [1 if axis == 3 else axis for axis in last_axes], trial)
-    except NotPlannedError as error:
-        if 3 in last_axes:
-            with suppress(NotPlannedError):
-                return ProgramPlan(gm, inputs, last_axes, trial)
-        raise error
+    ranks, errors = {x.dim() for x in inputs}, list[NotPlannedError]()
+    for axes in _AXES:
+        if errors and not any(rank in ranks and axis != _AXES[0].get(rank) for rank, axis in axes.items()):
+            continue
+        try:
+            return ProgramPlan(gm, inputs, [axes.get(x.dim(), x.dim() - 1) for x in inputs], trial)
+        except NotPlannedError as error:
+            errors.append(error)
+    places = {node.name: i for i, node in enumerate(gm.graph.nodes)}
+    raise max(errors, key=lambda error: places.get(error.node, len(places)))
+
+
+_AXES: tuple[dict[int, int], ...] = ({4: 1, 3: 2}, {4: 3, 3: 2}, {4: 1, 3: 1})
+"""Channel axis of inputs with four and three axes, in the order in which they are tried."""
 
 
 class ProgramPlan(StepBuilder):

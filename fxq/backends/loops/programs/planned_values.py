@@ -59,7 +59,7 @@ class PlannedValue:
     Attributes:
         area: Memory of the tensor.
         rank: Number of axes.
-        axis: Axis of the channels: the last one, or 1 for images (N, C, H, W).
+        axis: Axis of the channels: the last one, or 1 for images (N, C, H, W) and sequences (N, C, L).
         grid: Grid of integers that represent floats. None for floats, and for integers that are numbers themselves.
         step: Step that computes it, as long as it is open whether the step writes floats or integers; then None.
     """
@@ -76,7 +76,9 @@ class PlannedValue:
         n, h, w, c = self.area.shape
         if self.rank == 4:
             return (n, c, h, w) if self.axis == 1 else (n, h, w, c)
-        return (n, w, c) if self.rank == 3 else (n, c)
+        if self.rank == 3:
+            return (n, c, w) if self.axis == 1 else (n, w, c)
+        return n, c
 
 
 @dataclass(eq=False)
@@ -125,7 +127,8 @@ def as_images(shape: Sequence[int], axis: int) -> tuple[int, int, int, int]:
         n, a, b, c = shape
         return (n, b, c, a) if axis == 1 else (n, a, b, c)
     if len(shape) == 3:
-        return shape[0], 1, shape[1], shape[2]
+        n, a, b = shape
+        return (n, 1, b, a) if axis == 1 else (n, 1, a, b)
     refuse(len(shape) != 2, f"it has {len(shape)} axes")
     return shape[0], 1, 1, shape[1]
 

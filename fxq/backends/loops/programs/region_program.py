@@ -76,20 +76,21 @@ class RegionProgram:
             first_scratch = memory.data_ptr() + offset + _whole_lines(self._arena.nbytes)
             bases[:, SCRATCH] = first_scratch + scratch * torch.arange(threads, device="cpu")
         run = self._rows.runner(bases)
-        reads = [(EXTERNAL + i, self.plan.format(i)) for i in range(self._count)]
+        reads = [(EXTERNAL + i, self.plan.format(i), self.plan.is_transposed(i)) for i in range(self._count)]
         outputs = [
             (EXTERNAL + self._count + k, *_strided(value), torch.empty((), dtype=dtype, device="cpu").new_empty_strided)
             for k, value in enumerate(self.plan.outputs)
             for dtype in [torch.float32 if value.area.is_float else torch.uint8]
         ]
         addresses, returns_tuple = bases[0].numpy() if threads == 1 else bases.t().numpy(), self.plan.returns_tuple
-        images = [y for y in self.plan.outputs if isinstance(y, PlannedValue) and y.rank == 4 and y.axis == 1]
+        images = [y for y in self.plan.outputs if isinstance(y, PlannedValue) and y.rank > 2 and y.axis == 1]
         makes_contiguous = bool(images) and not self._last
 
         def call(inputs: Sequence[Tensor], held: list[Tensor] | None = None) -> Any:
             alive, values = [], []
-            for x, (i, form) in zip(inputs, reads, strict=True):
-                x = (x.detach() if x.requires_grad else x).contiguous(memory_format=form).resolve_neg()
+            for x, (i, form, transposed) in zip(inputs, reads, strict=True):
+                x = x.detach() if x.requires_grad else x
+                x = (x.mT if transposed else x).contiguous(memory_format=form).resolve_neg()
                 alive.append(x)
                 addresses[i] = x.data_ptr()
             for i, shape, strides, empty in outputs:
@@ -151,4 +152,5 @@ def _strided(value: PlannedValue | PlannedHeads) -> tuple[Sequence[int], Sequenc
         )
     _, h, w, c = value.area.shape
     by_axis = {4: (h * w * c, w * c, c, 1), 3: (w * c, c, 1), 2: (c, 1)}[value.rank]
-    return value.shape, (by_axis[0], 1, *by_axis[1:3]) if value.rank == 4 and value.axis == 1 else by_axis
+    is_first = value.rank > 2 and value.axis == 1
+    return value.shape, (by_axis[0], by_axis[-1], *by_axis[1:-1]) if is_first else by_axis

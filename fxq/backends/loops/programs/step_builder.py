@@ -91,12 +91,21 @@ class StepBuilder:
         last = self._axes[i] == 1 if i in self._in_pixel_order else not example.is_contiguous()
         return torch.channels_last if last and example.dim() == 4 else torch.contiguous_format
 
+    def is_transposed(self, i: int) -> bool:
+        """Whether steps read an input of three axes by pixel, but its channels are axis 1, so that it is transposed."""
+        return self._inputs[i].dim() == 3 and self._axes[i] == 1 and i in self._in_pixel_order
+
     def _strides(self, i: int) -> Sequence[int]:
         """Strides of an input, sample, channel, row and pixel, in elements."""
-        strides = self._inputs[i].contiguous(memory_format=self.format(i)).stride()
+        example, is_first = self._inputs[i], self._axes[i] == 1
+        if self.is_transposed(i):
+            return (example.shape[1] * example.shape[2], 1, 0, example.shape[1])
+        strides = example.contiguous(memory_format=self.format(i)).stride()
         if len(strides) == 4:
-            return strides if self._axes[i] == 1 else (strides[0], strides[3], strides[1], strides[2])
-        return (strides[0], strides[2], 0, strides[1]) if len(strides) == 3 else (strides[0], strides[1], 0, 0)
+            return strides if is_first else (strides[0], strides[3], strides[1], strides[2])
+        if len(strides) == 3:
+            return (strides[0], strides[1], 0, strides[2]) if is_first else (strides[0], strides[2], 0, strides[1])
+        return (strides[0], strides[1], 0, 0)
 
     # ---- steps
 

@@ -32,7 +32,8 @@ def flatten(plan: StepBuilder, x: Any, *, start_dim: int, end_dim: int) -> Plann
 
 @plans("unflatten")
 def unflatten(plan: StepBuilder, x: Any, *, dim: int, sizes: Sequence[Any]) -> PlannedHeads:
-    refuse(not isinstance(x, PlannedValue) or x.rank != 3 or dim % x.rank != 2, "it splits another axis than the last")
+    is_row = isinstance(x, PlannedValue) and (x.rank, x.axis) == (3, 2)
+    refuse(not is_row or dim % x.rank != 2, "it splits another axis than the last")
     return _split(x, torch.empty(x.shape[2], device="meta").view(sizes).shape)
 
 
@@ -48,14 +49,18 @@ def reshape(plan: StepBuilder, x: Any, *, shape: Sequence[Any]) -> Any:
     if x.rank == 4 and wanted == (x.shape[0], math.prod(x.shape[1:])):
         return flatten(plan, x, start_dim=1, end_dim=-1)
     refuse(
-        x.rank != 3 or len(wanted) < 4 or wanted[:2] != x.shape[:2], "it splits or joins other axes than the last ones"
+        (x.rank, x.axis) != (3, 2) or len(wanted) < 4 or wanted[:2] != x.shape[:2],
+        "it splits or joins other axes than the last ones",
     )
     return _split(x, wanted[2:])
 
 
 @plans("transpose")
-def transpose(plan: StepBuilder, x: Any, *, dim0: int, dim1: int) -> PlannedHeads:
+def transpose(plan: StepBuilder, x: Any, *, dim0: int, dim1: int) -> PlannedValue | PlannedHeads:
     rank = len(x.shape)
+    if isinstance(x, PlannedValue) and rank == 3 and {dim0 % 3, dim1 % 3} == {1, 2}:
+        plan.settle(x, None)
+        return PlannedValue(x.area, 3, 3 - x.axis, x.grid)
     refuse(rank != 4 or {dim0 % rank, dim1 % rank} != {1, 2}, "it reorders values in memory")
     x = x if isinstance(x, PlannedHeads) else heads_of(plan, x, transposed=False)
     return PlannedHeads(x.joined, x.heads, not x.transposed)
@@ -64,7 +69,7 @@ def transpose(plan: StepBuilder, x: Any, *, dim0: int, dim1: int) -> PlannedHead
 @plans("permute")
 def permute(plan: StepBuilder, x: Any, *, dims: Any) -> PlannedValue | PlannedHeads:
     order = tuple(d % len(dims) for d in dims)
-    if order == (0, 2, 1, 3):
+    if order in ((0, 2, 1), (0, 2, 1, 3)):
         return transpose(plan, x, dim0=1, dim1=2)
     refuse(not isinstance(x, PlannedValue) or x.rank != 4, "its input is no image")
     axis = {(1, (0, 2, 3, 1)): 3, (3, (0, 3, 1, 2)): 1}.get((x.axis, order))

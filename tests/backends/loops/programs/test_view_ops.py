@@ -205,7 +205,7 @@ def test_heads_that_are_refused():
     for dims in ((1, 3), (-1, -2), (0, 1), (1, 1)):
         y = draft.op("transpose", heads, dim0=dims[0], dim1=dims[1])
         assert refused(draft, y) == "it reorders values in memory"
-    assert refused(draft, draft.op("transpose", x, dim0=1, dim1=2)) == "it reorders values in memory"
+    assert refused(draft, draft.op("transpose", x, dim0=0, dim1=2)) == "it reorders values in memory"
     assert refused(draft, draft.op("permute", turned, dims=(0, 2, 3, 1))) == "its input is no image"
     reason = "it joins other axes than heads and their depth"
     assert refused(draft, draft.op("flatten", heads, start_dim=1, end_dim=2)) == reason
@@ -250,7 +250,9 @@ def test_parts_of_other_axes_are_refused():
     draft = Draft()
     x = draft.image(2, 6, 48)
     reason = "it splits another axis than the channels"
-    assert refused(draft, draft.op("chunk", x, chunks=3, dim=1, index=0)) == reason
+    chunk = draft.op("chunk", x, chunks=3, dim=1, index=0)
+    both = draft.op("linear", chunk, draft.weight(5, 48))  # each op takes another axis as the channels
+    assert refused(draft, both) == "its channels are not the last axis"
     assert refused(draft, draft.op("split", x, sizes=1, dim=0, index=1)) == reason
 
 
@@ -306,7 +308,19 @@ def test_permutations_that_are_refused():
         == "it reorders values in memory"
     )
     draft = Draft()
-    assert refused(draft, draft.op("permute", draft.image(2, 3, 4), dims=(0, 2, 1))) == "its input is no image"
+    assert refused(draft, draft.op("permute", draft.image(2, 3, 4), dims=(2, 0, 1))) == "its input is no image"
+
+
+def test_sequences_whose_axes_change_places():
+    """Their values stay where they are."""
+    draft = Draft()
+    x = draft.image(2, 20, 7)
+    turned = draft.op("permute", x, dims=(0, 2, 1))
+    check_both(draft, draft.op("relu", turned))
+    check_both(draft, draft.op("linear", turned, draft.weight(16, 20)))
+    y = draft.op("transpose", draft.op("conv1d", x, draft.weight(16, 20, 3)), dim0=-1, dim1=1)
+    assert kinds(check(draft, draft.op("linear", draft.qdq(y), draft.weight(3, 16)))).count("ProductStep") == 2
+    check_both(draft, draft.op("chunk", draft.image(2, 6, 48), chunks=3, dim=1, index=1))
 
 
 # ---- what changes nothing
