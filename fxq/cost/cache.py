@@ -231,8 +231,11 @@ def _loops() -> str:
 
 
 _LOOP_SETTINGS = (VARIABLE, "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_DISABLE_JIT")
-_MEASURED = ("backends", "ops", "graph/bindable.py", "runtime/binding.py", "cost/cache.py", "cost/probe.py")
-"""Files and folders of the package whose code is measured, or measures: kernels, float ops, and how they are called."""
+_MEASURED = (
+    "backends", "ops", "graph/bindable.py", "graph/region.py", "runtime/binding.py", "cost/cache.py", "cost/probe.py",
+)  # fmt: skip
+"""Files and folders of the package whose code is measured, or measures: kernels, float ops, and how they are called.
+Regions decide which kernel an op gets."""
 
 
 @cache

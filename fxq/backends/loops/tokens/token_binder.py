@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_attention import attention_for
-from fxq.backends.loops.tokens.token_program import TokenProduct, TokenProgramBuilder
+from fxq.backends.loops.tokens.token_program import MAX_VALUES, TokenProduct, TokenProgramBuilder
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
 from fxq.backends.table.dynamic_layer import DynamicLayer
@@ -25,6 +25,7 @@ from fxq.errors import warn
 from fxq.graph.query import constant, is_op, op_of, submodule
 from fxq.graph.run import Runner
 from fxq.runtime.binding import Binder, BoundForward, BoundLine
+from fxq.runtime.generated_code import function_of
 from fxq.runtime.growing import GrowingKinds, OtherInputsError
 from fxq.runtime.stable_kinds import may_have_side_effects
 
@@ -36,6 +37,7 @@ MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 MIN_ROUNDED_AGREEMENT_DB = 40.0
 """Minimum SQNR where inputs of layers are rounded: values on the middle between two integers may go to either."""
+_ATTENTION = "scaled_dot_product_attention"
 _METADATA = ("shape", "device", "dtype", "ndim")
 _PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
 
@@ -65,20 +67,53 @@ def _bind(
     value, bound = binder.bound()
     if not binder.uses_loops:
         return value, bound
+    checked = function_of(bound.source, "forward", {**binder.constants, **binder.checks})
     try:
-        results = bound.run(*args, **kwargs)
+        results = checked(*args, **kwargs)
     except OtherInputsError:  # gradients, for example
         return Binder(gm, batch, names).bound()
-    ratios = [sqnr(x, y) for x, y in zip(tensors(value), tensors(results), strict=True)]
-    least = MIN_ROUNDED_AGREEMENT_DB if any(layer.grid for layer in binder.products.values()) else MIN_AGREEMENT_DB
-    if all(ratio >= least for ratio in ratios):
+    outputs = list(tensors(value))
+    whole = _Check(lambda: list(tensors(results)), ["an output"] * len(outputs), outputs, MIN_AGREEMENT_DB)
+    whole()
+    wrong = next((check for check in (*binder.checks.values(), whole) if check.difference), None)
+    if wrong is None:
         return value, bound
     warn(
-        f"the compiled programs for single tokens differ from the graph of this model: {min(ratios):.1f} dB, at least "
-        f"{least:.0f} dB were expected. They are not used, so tokens take longer. Please report the "
-        "model."
+        f"the compiled programs for single tokens differ from the graph of this model: {wrong.difference}. They are "
+        "not used, so tokens take longer. Please report the model."
     )
     return Binder(gm, batch, names).bound()
+
+
+@dataclass
+class _Check:
+    """Program that compares its results with those of the graph, and returns those of the graph.
+
+    Each program of a call is thus run on the graph's own values. Otherwise a value that one program rounds to another
+    integer, which is no error, would change all values after it.
+
+    Attributes:
+        program: computes some values of the graph.
+        names: names of these values.
+        values: these values, as the graph computes them.
+        least: minimum SQNR of each.
+        difference: text about the last value that has less; empty if none has.
+    """
+
+    program: Callable[..., Any]
+    names: Sequence[str]
+    values: list[Tensor]
+    least: float
+    difference: str = ""
+
+    def __call__(self, *inputs: Any) -> Any:
+        results = self.program(*inputs)
+        is_list = isinstance(results, list)
+        for name, value, result in zip(self.names, self.values, results if is_list else [results], strict=True):
+            ratio = sqnr(value, result)
+            if not ratio >= self.least:  # NaN included
+                self.difference = f"{name}, {ratio:.1f} dB, at least {self.least:.0f} dB were expected"
+        return self.values if is_list else self.values[0]
 
 
 class _Recorder(Runner):
@@ -144,6 +179,8 @@ class TokenBinder(Binder):
         self.kinds = {node: value_kind(value) for node, value in self.values.items()}
         self.products: dict[fx.Node, TokenProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
+        self.checks: dict[str, _Check] = {}  # of programs, by the name of their constant
+        self._results: dict[fx.Node, Tensor] = {}  # that a program may compute
         self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
         self._is_repeatable = True  # whether no call has side effects or draws random numbers
@@ -171,6 +208,8 @@ class TokenBinder(Binder):
             self.products[node] = product
         value = super().compute(node)
         self.kinds[node] = value_kind(value)
+        if isinstance(value, Tensor) and (value.numel() <= MAX_VALUES or is_op(node, _ATTENTION)):
+            self._results[node] = value
         return value
 
     def _product(self, node: fx.Node, kernel: Any) -> TokenProduct | None:
@@ -306,7 +345,9 @@ class TokenBinder(Binder):
         program = builder.finish(outputs) if pays and outputs else None
         reads, writes = (tuple(self.names[node] for node in group) for group in (builder.inputs, outputs))
         if program is not None:
-            text = f"{', '.join(writes)} = {self._constant(program)}({', '.join(reads)})"
+            rounds = any(node in self.products and self.products[node].grid for node in nodes)
+            name = self._checked(program, outputs, MIN_ROUNDED_AGREEMENT_DB if rounds else MIN_AGREEMENT_DB)
+            text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
             yield BoundLine(outputs[-1], text, reads, writes)
         else:
             unchecked = [node for node in builder.inputs if node not in self.checked]
@@ -333,19 +374,24 @@ class TokenBinder(Binder):
         node = line.node
         if is_op(node, "repeat"):
             first = self._repeated.setdefault(line.text.partition(" = ")[2], line.writes[0])
-            is_read_only = all(is_op(user, "scaled_dot_product_attention") for user in node.users)
+            is_read_only = all(is_op(user, _ATTENTION) for user in node.users)
             if first != line.writes[0] and is_read_only:
                 return BoundLine(node, f"{line.writes[0]} = {first}", (first,), line.writes)
-        if not is_op(node, "scaled_dot_product_attention"):
+        if not is_op(node, _ATTENTION):
             return line
         attention = attention_for(node)
         if attention is None:
             return line
         reads: Any = node.args
         texts = [self._text(read) for read in reads]
-        return BoundLine(
-            node, f"{line.writes[0]} = {self._constant(attention)}({', '.join(texts)})", line.reads, line.writes
-        )
+        name = self._checked(attention, [node])
+        return BoundLine(node, f"{line.writes[0]} = {name}({', '.join(texts)})", line.reads, line.writes)
+
+    def _checked(self, program: Any, nodes: Sequence[fx.Node], least: float = MIN_AGREEMENT_DB) -> str:
+        """Name of a program that computes the values of these nodes, and is checked with them."""
+        name = self._constant(program)
+        self.checks[name] = _Check(program, [str(node) for node in nodes], [self._results[n] for n in nodes], least)
+        return name
 
 
 def check_shapes(shapes: tuple[torch.Size, ...], *values: Tensor) -> None:

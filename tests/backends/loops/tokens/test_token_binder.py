@@ -1,5 +1,6 @@
 """Decoders token by token: the bound graph with its programs against the graph run node by node."""
 
+import itertools
 import warnings
 
 import pytest
@@ -192,13 +193,15 @@ def extended(function):
             super().__init__()
             self.counter = Counter()
 
-        def forward(self, *args):
-            y, *states = super().forward(*args)
+        def forward(self, x, cos, sin, keys, values):
+            y, *states = super().forward(x, cos, sin, keys, values)
             return function(self, y), *states
 
     torch.manual_seed(0)
     recipe = fxq.Recipe.weight_only().leaf("counter")
-    return fxq.quantize(Extended().eval(), recipe, example_inputs=inputs(5, length=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # of a large error that the function makes
+        return fxq.quantize(Extended().eval(), recipe, example_inputs=inputs(5, length=3))
 
 
 def test_a_module_of_the_user_runs_once_in_each_call():
@@ -300,6 +303,51 @@ def test_a_wrong_program_is_not_used(monkeypatch):
     assert not programs(qmodel)
     for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+def changed_results(monkeypatch, change):
+    """All programs return results changed by a function, which gets the result and the number of the program's call."""
+    run, calls = TokenProgram.__call__, itertools.count()
+
+    def run_changed(self, *values):
+        number, results = next(calls), run(self, *values)
+        changed = [change(y, number) for y in (results if isinstance(results, list) else [results])]
+        return changed if isinstance(results, list) else changed[0]
+
+    monkeypatch.setattr(TokenProgram, "__call__", run_changed)
+
+
+def test_rounding_that_later_ops_amplify_is_no_reason_for_a_warning(monkeypatch):
+    """As of a value that one program rounds to another integer: only what a program computes itself counts."""
+    changed_results(monkeypatch, lambda y, number: y * (1 + 1e-5))  # 100 dB
+    qmodel = extended(lambda model, y: torch.sin(y * 1e5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = generated(qmodel, call)
+    assert programs(qmodel)
+    assert sqnr(generated(qmodel, plain)[-3], got[-3]) < 30  # the outputs do differ
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_wrong_program_among_right_ones_is_named(monkeypatch, wrong):
+    """The graph that follows hides what is wrong: it adds little of it."""
+    changed_results(monkeypatch, lambda y, number: y * 1.001 if number % 2 == wrong else y)  # 60 dB
+    qmodel = extended(lambda model, y: y * 1e-6 + 1)
+    with pytest.warns(fxq.FxqWarning, match=r"differ from the graph of this model: \w+, 60.0 dB, at least 80 dB"):
+        generated(qmodel, call)
+    assert not programs(qmodel)
+
+
+def test_a_wrong_program_of_layers_that_round_their_input_is_not_used(monkeypatch):
+    torch.manual_seed(0)
+    changed_results(monkeypatch, lambda y, number: y * 1.02)  # 34 dB
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
+        recipe = fxq.Recipe.dynamic(optimize="coverage")
+        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+    with pytest.warns(fxq.FxqWarning, match="at least 40 dB were expected"):
+        generated(qmodel, call)
+    assert not programs(qmodel)
 
 
 def test_nothing_is_bound_where_the_user_says_so():
