@@ -72,6 +72,12 @@ class FewRowsProduct:
         weight, scale, offset, zero, bias, places = self._before
         return [weight, scale, offset, int(zero), bias, places, self._kind, rows, *self._after]
 
+    def parts(self, threads: int) -> list[tuple[int, int]]:
+        """First of the columns of the result that each thread computes, and their end."""
+        outputs, row_bytes = self._constants[0].shape
+        count = max(min(threads, outputs * row_bytes // _MIN_PART_BYTES), 1)
+        return list(pairwise([outputs * k // count // _PART_UNIT * _PART_UNIT for k in range(count)] + [outputs]))
+
     @property
     def suits_many_rows(self) -> bool:
         """Whether `of_integers` is faster than a product of floats for any number of rows."""
@@ -137,14 +143,12 @@ class FewRowsProduct:
 
     def _divided(self, threads: int, of_integers: bool) -> tuple[Job, Tensor, Tensor]:
         """Divide the columns of the result among threads. Returns the job and the tensors that it points to."""
-        outputs, row_bytes = self._constants[0].shape
-        parts = max(min(threads, outputs * row_bytes // _MIN_PART_BYTES), 1)
-        cuts = [outputs * k // parts // _PART_UNIT * _PART_UNIT for k in range(parts)] + [outputs]
+        parts = self.parts(threads)
         weight, scale, offset, zero, bias, places = self._before
         fields = [weight, scale, offset, int(zero), bias, places, self._kind, *self._after]
         ones = self.ones().data_ptr() if of_integers else 0
-        table = torch.tensor([[*fields, *cut, ones] for cut in pairwise(cuts)], dtype=torch.int64, device="cpu")
-        counts = torch.tensor([parts] if parts > 1 else [], dtype=torch.int64, device="cpu")
+        table = torch.tensor([[*fields, *part, ones] for part in parts], dtype=torch.int64, device="cpu")
+        counts = torch.tensor([len(parts)] if len(parts) > 1 else [], dtype=torch.int64, device="cpu")
         function = self._loops.few_integers_part if of_integers else self._loops.few_rows_part
         job = Job(code_address(function), table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.PART_FIELDS)
         return job, table, counts

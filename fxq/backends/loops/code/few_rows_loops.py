@@ -160,7 +160,7 @@ def _compute(
 
 
 @helper
-def _multiply_some(
+def multiply(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
     first, end
 ):  # fmt: skip
@@ -213,17 +213,6 @@ def multiply_integers(
     arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
 
 
-@helper
-def multiply(
-    x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
-):
-    """Compute x @ weight.T + bias, see `few_rows`."""
-    _multiply_some(
-        x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
-        0, outputs,
-    )  # fmt: skip
-
-
 @compiled("f* i i i f i i i i i i i i i i i")
 def few_rows(
     x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
@@ -252,8 +241,9 @@ def few_rows(
         span: Number of chunks with the same scales.
     """
     multiply(
-        x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span
-    )
+        x, weight, scale, offset, zero, bias, places, out, kind, rows, columns, outputs, row_bytes, block, scales, span,
+        0, outputs,
+    )  # fmt: skip
 
 
 PART_FIELDS = 16
@@ -265,7 +255,7 @@ then the first of the columns that it computes, their end, and the address of th
 def few_rows_part(part, _count, bases):
     """Compute a part of a product. `bases` holds the addresses of x and out, and the number of rows."""
     part, bases = carray(part, PART_FIELDS), carray(bases, 3)
-    _multiply_some(
+    multiply(
         floats(bases[0]), part[0], part[1], part[2], _f(part[3]), part[4], part[5], bases[1], part[6], bases[2],
         part[7], part[8], part[9], part[10], part[11], part[12], part[13], part[14],
     )  # fmt: skip

@@ -41,11 +41,12 @@ class TokenField(IntEnum):
     Y_STRIDES = 16
     ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
-    ONES = 21  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
-    GRID = 22  # of ROUNDED_LINEAR: kind, steps, qmin and qmax of `row_loops.quantize_rows`
+    COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
+    ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
+    GRID = 24  # of ROUNDED_LINEAR: kind, steps, qmin and qmax of `row_loops.quantize_rows`
 
 
-MAX_FIELDS = 26
+MAX_FIELDS = 28
 """Integers in the row of a step. Unused ones are 0."""
 
 
@@ -55,6 +56,7 @@ def _linear(step, bases):
     multiply(
         floats(x), step[f], step[f + 1], step[f + 2], _f(step[f + 3]), step[f + 4], step[f + 5], out, step[f + 6],
         step[f + 7], step[f + 8], step[f + 9], step[f + 10], step[f + 11], step[f + 12], step[f + 13],
+        step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1],
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def _rounded_linear(step, bases):
     multiply_integers(
         integers.ctypes.data, scale, zero, (1, 1), step[f], step[f + 1], step[f + 2], _f(step[f + 3]), step[f + 4],
         step[f + 5], out, step[f + 6], rows, columns, outputs, step[f + 10], step[f + 11], step[f + 12], step[f + 13],
-        0, outputs, step[TokenField.ONES],
+        step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], step[TokenField.ONES],
     )  # fmt: skip
     integers[0, 0] = np.uint8(grid[0, 0] > 0)  # keeps both arrays alive until here, as only their addresses are used
 
@@ -178,28 +180,36 @@ def _hide(scores, mask, stride, keys):
             scores[j] = -np.inf
 
 
-@compiled("i i i i i i64* i i i i i f")
-def attend(query, key, value, mask, out, strides, samples, heads, queries, keys, depth, scale):
-    """Compute softmax(query @ key.T * scale) @ value, where `mask` is not 0.
+ATTEND_FIELDS = 23
+"""Number of integers that describe an attention, see `attend`."""
+
+
+@compiled("i64* i i64*")
+def attend(parts, count, fields):
+    """Compute softmax(query @ key.T * scale) @ value, where the mask is not 0, for some heads.
 
     Args:
-        query: Address of float32 (samples, heads, queries, depth).
-        key: Address of float32 (samples, heads, keys, depth).
-        value: Address of float32 (samples, heads, keys, depth).
-        mask: Address of bool (samples, heads, queries, keys); 0: none.
-        out: Address of float32 (samples, heads, queries, depth), contiguous, written.
-        strides: Strides of the first three axes of query, key and value, and of all axes of the mask, in elements.
-        samples: Number of samples.
-        heads: Number of heads.
-        queries: Number of queries.
-        keys: Number of keys, at least one.
-        depth: Values of a query, a multiple of `TILE_COLUMNS`.
-        scale: Factor of the products.
+        parts: int64 (count, 2): first head and end of each part. The heads of all samples are numbered in order.
+        count: Number of parts.
+        fields: In order:
+            * address of the query, float32 (samples, heads, queries, depth);
+            * addresses of key and value, float32 (samples, heads, keys, depth);
+            * address of the mask, bool (samples, heads, queries, keys); 0: none;
+            * address of the result, float32 (samples, heads, queries, depth), contiguous, written;
+            * strides of the first three axes of query, key and value, and of all axes of the mask, in elements;
+            * numbers of heads, of queries and of keys, at least one;
+            * depth, a multiple of `TILE_COLUMNS`;
+            * address of the factor of the products, float32.
     """
+    parts, fields = carray(parts, (count, 2)), carray(fields, ATTEND_FIELDS)
+    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
+    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    scale = carray(floats(fields[22]), 1)[0]
     padded = (keys + LANES - 1) // LANES * LANES
     scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
-    for n in range(samples):
-        for h in range(heads):
+    for p in range(count):
+        for head in range(parts[p, 0], parts[p, 1]):
+            n, h = head // heads, head % heads
             k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
             for i in range(queries):
                 q = carray(floats(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2])), depth)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor, fx
 
 from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.graph.query import options_of
 from fxq.ops.layers import scaled_dot_product_attention
 
 _MAX_QUERIES = 16
 """Maximum number of queries of a head for which the loop is faster than PyTorch's op."""
+_MIN_PART_BYTES = 1 << 15
+"""Minimum number of bytes of keys and values that each thread reads."""
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
-_STRIDES = ctypes.c_int64 * 13
 
 
 class TokenAttention:
@@ -30,6 +34,8 @@ class TokenAttention:
 
     def __init__(self, module: ModuleType, scale: float | None) -> None:
         self._attend, self._columns, self._scale = module.attend, module.TILE_COLUMNS, scale
+        self._fields = ctypes.c_int64 * module.ATTEND_FIELDS
+        self._job = lru_cache(maxsize=8)(self._divided)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return float32 (N, H, L, D). PyTorch's op runs calls that the loop does not support.
@@ -47,13 +53,25 @@ class TokenAttention:
         if mask is not None:
             place, of_mask = mask.data_ptr(), mask.expand(samples, heads, queries, keys).stride()
         out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
-        strides = _STRIDES(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *of_mask)
-        scale = 1 / math.sqrt(depth) if self._scale is None else self._scale
-        self._attend(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), place, out.data_ptr(), strides, samples, heads, queries,
-            keys, depth, scale,
+        scale = ctypes.c_float(1 / math.sqrt(depth) if self._scale is None else self._scale)
+        fields = self._fields(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), place, out.data_ptr(), *query.stride()[:3],
+            *key.stride()[:3], *value.stride()[:3], *of_mask, heads, queries, keys, depth, ctypes.addressof(scale),
         )  # fmt: skip
+        count = samples * heads
+        parts = min(usable_threads(), count, 2 * 4 * count * keys * depth // _MIN_PART_BYTES)
+        job, heads_of_parts, _ = self._job(count, max(parts, 1))
+        if parts <= 1 or not run_together(job, parts, ctypes.addressof(fields), 0):
+            self._attend(heads_of_parts.data_ptr(), len(heads_of_parts), fields)
         return out
+
+    def _divided(self, count: int, parts: int) -> tuple[Job, Tensor, Tensor]:
+        """Divide heads among threads. Returns the job and the tensors that it points to."""
+        cuts = [count * k // parts for k in range(parts + 1)]
+        heads = torch.tensor(list(pairwise(cuts)), dtype=torch.int64, device="cpu")
+        counts = torch.tensor([parts], dtype=torch.int64, device="cpu")
+        job = Job(code_address(self._attend), heads.data_ptr(), counts.data_ptr(), 1, 0, 16)
+        return job, heads, counts
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         if not (type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == 4):

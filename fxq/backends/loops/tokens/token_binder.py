@@ -29,8 +29,6 @@ from fxq.runtime.generated_code import function_of
 from fxq.runtime.growing import GrowingKinds, OtherInputsError
 from fxq.runtime.stable_kinds import may_have_side_effects
 
-_MAX_THREADS = 4
-"""Maximum number of threads for which programs are used. With more, PyTorch's ops are as fast as a loop on one."""
 _MIN_STEPS = 5
 """Minimum number of steps of a program without a linear layer. A call takes as long as a few of PyTorch's."""
 MIN_AGREEMENT_DB = 80.0
@@ -189,8 +187,7 @@ class TokenBinder(Binder):
     def uses_loops(self) -> bool:
         """Whether compiled loops compute some of the values, once the graph has run."""
         computes_in_float32 = not torch.is_autocast_enabled("cpu")
-        has_loops = loops("token_loops") is not None and torch.get_num_threads() <= _MAX_THREADS
-        return self._is_repeatable and computes_in_float32 and has_loops
+        return self._is_repeatable and computes_in_float32 and loops("token_loops") is not None
 
     def run(self) -> Any:
         """Run the graph, and note whether it draws random numbers."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.backends.loops.tokens.token_values import TokenValue, row_major, step_axes
 from fxq.backends.plain.few_rows import FewRowsProduct
 from fxq.graph.query import argument, op_of, options_of
@@ -69,8 +70,7 @@ class TokenProgramBuilder:
         self._inputs_at: dict[int, fx.Node] = {}
         self._sizes: list[int] = []  # of the buffers
         self._fixed: dict[int, Tensor] = {}  # constants, by buffer
-        self._steps: list[tuple[int, TokenValue, Sequence[TokenValue], tuple[Any, ...], list[int]]] = []
-        self._kept: list[Any] = []
+        self._steps: list[tuple[int, TokenValue, Sequence[TokenValue], FewRowsProduct | None, list[int]]] = []
 
     @property
     def step_count(self) -> int:
@@ -199,18 +199,19 @@ class TokenProgramBuilder:
         self, code: str, out: TokenValue, operands: Sequence[TokenValue], sizes: Any, strides: Any, argument: int = 0
     ) -> None:
         fields = [*sizes, *(number for of in strides for number in of), argument]
-        self._steps.append((getattr(self.loops, code), out, operands, (), fields))
+        self._steps.append((getattr(self.loops, code), out, operands, None, fields))
 
     def _linear(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
         layer = self.product(node)
         x = self._operand(layer.x) if layer is not None else None
         if layer is None or x is None or not x.is_contiguous:
             return None
-        out, fields = self._new(shape), layer.product.fields(math.prod(x.shape[:-1]))
+        out, code, rows = self._new(shape), self.loops.LINEAR, math.prod(x.shape[:-1])
+        fields = [*layer.product.fields(rows), 0, shape[-1]]
         if layer.grid:
+            code = self.loops.ROUNDED_LINEAR
             fields += [layer.product.ones().data_ptr(), *layer.grid]
-        code = self.loops.ROUNDED_LINEAR if layer.grid else self.loops.LINEAR
-        self._steps.append((code, out, (x,), (layer.product,), fields))
+        self._steps.append((code, out, (x,), layer.product, fields))
         self.linear_count += 1
         if not layer.function:
             return out
@@ -236,13 +237,13 @@ class TokenProgramBuilder:
             shapes.append(value.shape)
         places, size = self._places(of_buffer)
         rows = torch.zeros(len(self._steps), self.loops.MAX_FIELDS, dtype=torch.int64, device="cpu")
-        for row, (code, out, operands, kept, fields) in zip(rows, self._steps, strict=True):
+        for row, (code, out, operands, _, fields) in zip(rows, self._steps, strict=True):
             located = [_located(places, value) for value in (out, *operands)]
             flat = [number for place in (*located, *[(0, 0)] * (3 - len(located))) for number in place]
             row[: 7 + len(fields)] = torch.tensor([code, *flat, *fields], dtype=torch.int64)
-            self._kept += kept
         input_shapes = [self.shape_of(node) for node in self.inputs]
-        return TokenProgram(self.loops, rows, input_shapes, shapes, size, [*self._kept, *self._fixed.values()])
+        products = {k: product for k, (_, _, _, product, _) in enumerate(self._steps) if product is not None}
+        return TokenProgram(self.loops, rows, input_shapes, shapes, size, products, list(self._fixed.values()))
 
     def _places(self, of_buffer: Mapping[int, int]) -> tuple[list[Place], int]:
         """Base and offset of each buffer, and the bytes of the workspace."""
@@ -263,22 +264,33 @@ class TokenProgramBuilder:
 class TokenProgram:
     """Steps that compute some values of a graph in one call.
 
+    It runs on as many threads as PyTorch had when it was made, or on the caller's alone while they serve another one.
+
     Args:
         loops: the module of the loops.
         steps: int64 (steps, fields).
         inputs: shapes of the inputs.
         outputs: shapes of the outputs.
         size: bytes of memory for values.
-        kept: objects whose memory the steps refer to by address.
+        products: products of linear layers, by the index of the step. Their columns are divided among threads.
+        kept: further objects whose memory the steps refer to by address.
     """
 
     def __init__(
-        self, loops: ModuleType, steps: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], size: int, kept: Any
+        self,
+        loops: ModuleType,
+        steps: Tensor,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        size: int,
+        products: Mapping[int, FewRowsProduct],
+        kept: Any,
     ) -> None:
-        self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, (kept, steps)
+        self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, kept
         self._outputs = [(shape, row_major(shape)) for shape in outputs]
         self._bases = ctypes.c_int64 * (2 + len(inputs) + len(outputs))
-        self._run, self._steps, self._count = loops.run, steps.data_ptr(), len(steps)
+        self._loops, self._steps, self._products = loops, steps, products
+        self._job, self._threads, self._tables = self._divided(usable_threads())
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return the output, or a list if there are several.
@@ -294,8 +306,23 @@ class TokenProgram:
         memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         outputs = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape, _ in self._outputs]
         addresses = [x.data_ptr() for x in held] + [y.data_ptr() for y in outputs]
-        self._run(self._steps, self._count, self._bases(0, memory.data_ptr(), *addresses))
+        bases, threads = self._bases(0, memory.data_ptr(), *addresses), self._threads
+        if threads == 1 or not run_together(self._job, threads, ctypes.addressof(bases), 0):
+            self._loops.run(self._steps.data_ptr(), len(self._steps), bases)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def _divided(self, threads: int) -> tuple[Job, int, Any]:
+        """Divide linear layers among threads. Returns the job, its number of threads, and the memory it points to."""
+        parts = {k: product.parts(threads) for k, product in self._products.items()}
+        counts = torch.tensor([len(parts.get(k, [0])) for k in range(len(self._steps))], device="cpu")
+        table = self._steps[:, None].repeat(1, int(counts.max()), 1)
+        first = self._loops.TokenField.COLUMNS
+        for k, columns in parts.items():
+            table[k, : len(columns), first : first + 2] = torch.tensor(columns, device="cpu")
+        of_row, count = 8 * self._loops.MAX_FIELDS, table.shape[1]
+        function = code_address(self._loops.run)
+        job = Job(function, table.data_ptr(), counts.data_ptr(), len(counts), count * of_row, of_row)
+        return job, count, (table, counts)
 
 
 def _located(places: Sequence[Place], value: TokenValue) -> Place:

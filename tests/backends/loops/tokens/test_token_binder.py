@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import nn
 
 import fxq
 from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.code.thread_pool import run_together
+from fxq.backends.loops.tokens import token_program
 from fxq.backends.loops.tokens.token_program import TokenProgram
+from fxq.backends.plain import few_rows
 from fxq.backends.plain.weight_only import WeightOnlyLinear
 from fxq.common.metrics import sqnr
+from fxq.common.timed_calls import threads_set_to
 from fxq.runtime.binding import BoundForward
 from tests.support.bound import bindings, plain
 
@@ -60,6 +65,15 @@ def quantized(bits=8, function=F.silu):
     return fxq.quantize(model, fxq.Recipe.weight_only(bits=bits), example_inputs=inputs(5, length=3))
 
 
+def rounding(**options):
+    """Decoder whose layers round their inputs."""
+    torch.manual_seed(0)
+    recipe = fxq.Recipe.dynamic(optimize="coverage", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
+        return fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+
+
 def generated(qmodel, run, past=9, tokens=6, batch=1, length=1):
     """Outputs of calls that append to the states of the call before."""
     _, _, _, *states = inputs(past, batch)
@@ -89,6 +103,29 @@ def test_tokens_have_the_results_of_the_graph(bits, batch):
     assert len(programs(qmodel)) == 2  # before the attention, and after it
     for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of six tokens in turn
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True], ids=["float inputs", "rounded inputs"])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_compute_the_same_numbers(monkeypatch, rounds_inputs, threads):
+    """Also with callers at once, of which the threads serve one at a time."""
+    monkeypatch.setattr(few_rows, "_MIN_PART_BYTES", 1)
+    qmodel = rounding(weight=fxq.Recipe.weight_only(bits=4, per=32).config.weight) if rounds_inputs else quantized()
+    with threads_set_to(threads):
+        generated(qmodel, call, batch=3)
+    calls = list[bool]()
+    monkeypatch.setattr(token_program, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
+    for program in programs(qmodel):
+        x = [torch.randn(shape) for shape in program._inputs]
+        with monkeypatch.context() as patch:
+            patch.setattr(token_program, "run_together", lambda *_: False)
+            alone = program(*x)
+        torch.testing.assert_close(program(*x), alone, rtol=0, atol=0)  # bit by bit
+        assert calls.pop() and program._threads == threads
+        with ThreadPoolExecutor(8) as callers:
+            for got in callers.map(lambda run, x=x: run(*x), [program] * 40):
+                torch.testing.assert_close(got, alone, rtol=0, atol=0)  # bit by bit
+    assert len(programs(qmodel)) == 2
 
 
 def in_float():
@@ -263,11 +300,7 @@ DYNAMIC_WEIGHTS = {
 @pytest.mark.parametrize("options", DYNAMIC_WEIGHTS.values(), ids=DYNAMIC_WEIGHTS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_layers_that_round_their_input_are_steps(options, batch):
-    torch.manual_seed(0)
-    recipe = fxq.Recipe.dynamic(optimize="coverage", **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxq.FxqWarning)  # small layers are faster in float
-        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+    qmodel = rounding(**options)
     got = generated(qmodel, call, batch=batch)
     has_loop = "weight" in options or loops("few_rows_loops").HAS_ROW_DOT  # int8 without VNNI is PyTorch's
     assert len(programs(qmodel)) == (2 if has_loop else 0)  # before the attention, and after it
@@ -277,12 +310,7 @@ def test_layers_that_round_their_input_are_steps(options, batch):
 
 def test_an_input_that_other_ops_read_as_integers_is_still_rounded():
     """The layer after the gate is too narrow for the loop in 4 bits, so it reads integers that the graph rounds."""
-    torch.manual_seed(0)
-    weight = fxq.Recipe.weight_only(bits=4, per=32).config.weight
-    recipe = fxq.Recipe.dynamic(optimize="coverage", weight=weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxq.FxqWarning)
-        qmodel = fxq.quantize(Decoder().eval(), recipe, example_inputs=inputs(5, length=3))
+    qmodel = rounding(weight=fxq.Recipe.weight_only(bits=4, per=32).config.weight)
     got = generated(qmodel, call)
     assert len(programs(qmodel)) == 2
     for ours, theirs in zip(got, generated(qmodel, plain), strict=True):
