@@ -205,8 +205,8 @@ def as_image(picture: Tensor) -> Image.Image:
 def people_found(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:
     """Boxes that the detector finds in two close-ups."""
     pictures = enumerate(close_ups(24, seed=0)[:2])
-    found = [(255 * letterboxed(x), *(detections(output[i])[0][0] for output in (a, b))) for i, x in pictures]
-    return beside([with_boxes(*entry, 260) for entry in found])
+    entries = [(255 * letterboxed(x), *(detections(output[i])[0][0] for output in (a, b))) for i, x in pictures]
+    return beside([with_boxes(*entry, 260) for entry in entries])
 
 
 WORDS = (
