@@ -22,7 +22,7 @@ from scripts.bench import accuracy_data
 from scripts.bench.accuracy_contenders import FilePart
 from scripts.bench.accuracy_data import photograph, pixels, scenes
 from scripts.bench.accuracy_faces import best
-from scripts.bench.accuracy_subjects import SUBJECTS, Subject, agreement
+from scripts.bench.accuracy_subjects import BACKGROUNDS, SUBJECTS, Subject, agreement
 from scripts.bench.number import sqnr
 from scripts.demo.data import held_out_pairs
 from scripts.demo.sequence_data import package
@@ -111,7 +111,7 @@ def with_boxes(picture: Tensor, a: Tensor, b: Tensor, height: int = 320) -> Imag
 
 def faces_found(subject: Subject, a: Any, b: Any) -> Image.Image:
     """Faces that MTCNN finds in the astronaut's portrait and in a scene."""
-    pictures = [pixels(photograph("astronaut.png")), *scenes(("china.jpg", "rocket.jpg"), first=12, count=1)]
+    pictures = [pixels(photograph("astronaut.png")), *scenes(BACKGROUNDS, first=12, count=1)]
     return beside([with_boxes(x, a[0][i], b[0][i], 260) for i, x in enumerate(pictures)])
 
 
