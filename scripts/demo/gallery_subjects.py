@@ -246,7 +246,7 @@ def recognizer() -> Path:
 
 
 def reader(path: Path) -> Callable[[Tensor], list[str]]:
-    """Function of the recognizer's output that returns the texts: the likeliest letters, repetitions left out."""
+    """Function of the recognizer's output that returns the texts: the likeliest letters, no repetitions, no spaces."""
     import onnx
 
     about = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
@@ -254,7 +254,8 @@ def reader(path: Path) -> Callable[[Tensor], list[str]]:
 
     def read(output: Tensor) -> list[str]:
         rows = output.argmax(-1).tolist()
-        return ["".join(letters[k] for k, last in zip(row, [0, *row], strict=False) if k != last) for row in rows]
+        texts = ["".join(letters[k] for k, last in zip(row, [0, *row], strict=False) if k != last) for row in rows]
+        return ["".join(text.split()) for text in texts]
 
     return read
 
@@ -270,7 +271,7 @@ def texts(folders: Sequence[Path], count: int) -> Subject:
     metric = fxq.task_metrics.text(model, [x for _, x in judged], read)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
-        right = sum(read(y)[0] == word for y, (word, _) in zip(b, judged, strict=True))
+        right = sum(read(y)[0] == word.replace(" ", "") for y, (word, _) in zip(b, judged, strict=True))
         agreement = metric.score(b, a)
         return {"texts right, %": 100 * right / len(judged), "letters as in float, %": 100 * agreement}
 
