@@ -154,7 +154,11 @@ Detections = tuple[Tensor, Tensor, Tensor]
 
 
 def boxes(
-    model: nn.Module, data: Iterable[Any], decode: Callable[[Any], Sequence[Detections]], overlap: float = 0.5
+    model: nn.Module,
+    data: Iterable[Any],
+    decode: Callable[[Any], Sequence[Detections]],
+    overlap: float = 0.5,
+    least: float = 0.0,
 ) -> OutputMetric:
     """Average precision of detected boxes, with the float model's detections as the truth, from 0 to 1.
 
@@ -167,29 +171,35 @@ def boxes(
         decode: function of an output of the model that returns, for each image of the batch, boxes float[N, 4]
             (x1, y1, x2, y2), scores float[N] and classes int[N], after thresholds and non-maximum suppression.
         overlap: intersection over union from which a box counts as found.
+        least: score from which the float model's boxes are the truth. Those below are neither to be found nor false.
+            With a threshold of `decode` well below it, a score that crosses it changes little.
 
     Raises:
         InputError: the data cannot be used, or the float model detects nothing in it.
     """
-    metric = _against(model, data, partial(_boxes, decode=decode, overlap=overlap))
-    if not any(len(scores) for output in metric.expected for _, scores, _ in decode(output)):
+    metric = _against(model, data, partial(_boxes, decode=decode, overlap=overlap, least=least))
+    if not any(bool((scores >= least).any()) for output in metric.expected for _, scores, _ in decode(output)):
         raise InputError("the float model detects no box in the data, so nothing can be compared.")
     return metric
 
 
-def _boxes(outputs: Sequence[Any], expected: Sequence[Any], decode: Any, overlap: float) -> float:
+def _boxes(outputs: Sequence[Any], expected: Sequence[Any], decode: Any, overlap: float, least: float = 0.0) -> float:
     images = [pair for a, b in zip(outputs, expected, strict=True) for pair in _decoded(decode, a, b)]
-    classes = sorted({int(c) for _, (_, _, labels) in images for c in labels})
-    return sum(_average_precision(images, c, overlap) for c in classes) / max(len(classes), 1)
+    classes = sorted({int(c) for _, (_, scores, labels) in images for c in labels[scores >= least]})
+    return sum(_average_precision(images, c, overlap, least) for c in classes) / max(len(classes), 1)
 
 
-def _average_precision(images: Sequence[tuple[Detections, Detections]], label: int, overlap: float) -> float:
+def _average_precision(
+    images: Sequence[tuple[Detections, Detections]], label: int, overlap: float, least: float
+) -> float:
     """Area under the curve of precision and recall of one class."""
     scores: list[float] = []
     hits: list[bool] = []
     total = 0
-    for (a, confidence, labels), (b, _, right_labels) in images:
-        chosen, right = labels == label, b.reshape(-1, 4)[right_labels == label]
+    for (a, confidence, labels), (b, right_scores, right_labels) in images:
+        of_class, chosen = right_labels == label, labels == label
+        sure, boxes = right_scores >= least, b.reshape(-1, 4)
+        right, unsure = boxes[of_class & sure], boxes[of_class & ~sure]
         total += len(right)
         free = torch.ones(len(right), dtype=torch.bool)
         order = confidence[chosen].argsort(descending=True, stable=True)
@@ -199,6 +209,8 @@ def _average_precision(images: Sequence[tuple[Detections, Detections]], label: i
             hit = best >= 0 and float(shared[best]) >= overlap
             if hit:
                 free[best] = False
+            elif bool((_overlap(box, unsure) >= overlap).any()):
+                continue  # as objects marked as difficult in the source
             scores.append(score)
             hits.append(hit)
     order = torch.tensor(scores).argsort(descending=True, stable=True)

@@ -48,17 +48,19 @@ class CorrectBias(Pass):
     Args:
         scale: whether to fit the weight's scale, too.
         least: number of values per channel, below which a layer is left alone: a fit would follow noise.
-        samples: number of samples to use. Large models use half of the recorded samples, but at least 16, since a run
-            in float and on integers takes about as long as calibration.
+        samples: number of samples to use. Large models use half of the recorded samples, but at least 16 (8 if not
+            `tested`), since a run in float and on integers takes about as long as calibration.
         tested: whether a fit to few samples is tested on held-out samples. Else it is used as it is, shrunk.
+        pieces: number of runs in which a large model takes its samples, so that few values are in memory at a time.
     """
 
     scale: bool = True
     least: int = 64
     samples: int = 64
     tested: bool = True
+    pieces: int = 8
 
-    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"least": (1, math.inf), "samples": (1, math.inf)}
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(("least", "samples", "pieces"), (1, math.inf))
     name: ClassVar[str] = "correct-bias"
     needs: ClassVar[Stage] = Stage.QDQ
     gives: ClassVar[Stage] = Stage.QDQ
@@ -76,11 +78,11 @@ class CorrectBias(Pass):
         layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
         if not context.samples or not layers:
             return
-        pieces = context.in_pieces(self.samples, _MIN_SAMPLES, _PIECES)
+        pieces = context.in_pieces(self.samples, _MIN_SAMPLES if self.tested else _MIN_SAMPLES // 2, self.pieces)
         floats = context.floats.of(rewriter.gm, context)
         with torch.no_grad(), seeded():
             sample_count = sum(samples_in(piece) or 1 for piece in pieces)
-            enough = sample_count >= _MIN_SAMPLES if context.divisible else len(pieces) >= _PIECES
+            enough = sample_count >= _MIN_SAMPLES if context.divisible else len(pieces) >= _MIN_BATCHES
             once = enough or not self.tested
             layers = self._fitted(rewriter, pieces, floats) if once else self._validated(rewriter, pieces, floats)
         for node, layer in layers.items():
@@ -163,8 +165,8 @@ _MIN_GAIN_DB = 0.5
 """SQNR that the output must gain on the held-out half, in dB."""
 _MIN_TEST_PIECES = 4
 """Number of held-out pieces from which one test is enough. With fewer, each half is tested on the other."""
-_PIECES = 8
-"""Number of pieces in which a large model runs its samples. After each, later layers see the corrected earlier ones."""
+_MIN_BATCHES = 8
+"""Number of batches from which a fit is used without a test, where batches cannot be divided into samples."""
 _PARTS = 32
 """Number of parts of the samples whose statistics are compared, if there are enough values."""
 _MIN_PART_VALUES = 16

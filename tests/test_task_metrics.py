@@ -85,6 +85,19 @@ def test_boxes():
         task_metrics.boxes(Returns([detections()]), numbers(1), same)
 
 
+def test_boxes_below_the_least_score_are_neither_to_be_found_nor_false():
+    box, unsure = (0, 0, 10, 10, 0.9, 0), (20, 20, 30, 30, 0.2, 0)
+    truth = Returns([detections(box, unsure, (0, 0, 5, 5, 0.2, 1))])
+    metric = task_metrics.boxes(truth, numbers(1), same, least=0.25)
+    assert metric(truth) == 1
+    assert metric(Returns([detections(box)])) == 1
+    # The box is found with a low score; before it comes one that the float model is unsure of, or one that it lacks.
+    assert metric(Returns([detections((0, 0, 10, 10, 0.1, 0), (20, 20, 30, 30, 0.95, 0))])) == 1
+    assert metric(Returns([detections((0, 0, 10, 10, 0.1, 0), (50, 50, 60, 60, 0.95, 0))])) == 0.5
+    with pytest.raises(fxq.InputError, match="the float model detects no box"):
+        task_metrics.boxes(Returns([detections(unsure)]), numbers(1), same, least=0.25)
+
+
 def test_log_mel():
     time = torch.arange(16000) / 16000
     sound = torch.sin(2 * torch.pi * 440 * time)[None]

@@ -24,7 +24,7 @@ EFFORTS: tuple[Effort, ...] = ("fast", "default", "best")
 QUICK_PASSES: tuple[Pass, ...] = (
     KeepSmallValues(samples=2),
     Smooth(samples=16, rows=512),
-    CorrectBias(samples=8, tested=False),
+    CorrectBias(samples=16, tested=False, pieces=2),
     VerifyLowering(sizes=False),
 )
 """Passes of a quick conversion in place of those of the same name with default options."""

@@ -124,6 +124,9 @@ def sentences(folders: Sequence[Path], count: int) -> Subject:
 
 # ---- faces
 
+BACKGROUNDS = ("china.jpg", "rocket.jpg", "motorcycle_left.png", "chelsea.png")
+"""Photographs that the faces of pictures to judge are put into."""
+
 
 def faces(folders: Sequence[Path], count: int) -> Subject:
     """MTCNN: calibrated on two pictures, judged on the astronaut and eleven pictures with eight faces each.
@@ -131,8 +134,7 @@ def faces(folders: Sequence[Path], count: int) -> Subject:
     The three networks together by the faces they find, and each alone on what float gives it to read.
     """
     networks = face_networks()
-    backgrounds = ("china.jpg", "rocket.jpg", "motorcycle_left.png", "chelsea.png")
-    pictures = [pixels(photograph("astronaut.png")), *scenes(backgrounds, first=12, count=11)]
+    pictures = [pixels(photograph("astronaut.png")), *scenes(BACKGROUNDS, first=12, count=11)]
     with torch.no_grad():
         data = inputs_of(networks, scenes(("flower.jpg", "coffee.png"), first=0, count=2, of_each=6))
         fresh = inputs_of(networks, pictures)

@@ -1,4 +1,4 @@
-"""Quantize networks that other people trained, each in one call, beside the quantizers of NNCF and ONNX Runtime.
+"""Quantize trained networks, each in one call, beside the quantizers of NNCF and ONNX Runtime.
 
     python -m scripts.demo.gallery --install build/gallery     fetch networks, data and tools, then run
     python -m scripts.demo.gallery --folder build/gallery      run with what was fetched
@@ -155,7 +155,8 @@ def main() -> None:
         except Missing as missing:
             print(f"{key}: {missing}", file=sys.stderr)
             continue
-        about = {"name": subject.name, "source": exhibit.source, "shows": exhibit.shows, "machine": machine()}
+        about = {key: getattr(exhibit, key) for key in ("source", "shows", "note")}
+        about |= {"name": subject.name, "machine": machine()}
         results: list[dict[str, Any]] = []
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -20,10 +20,11 @@ NOTE = """\
 OPENING = """\
 # Gallery
 
-Networks that other people trained, each quantized in one call, `fxq.quantize(model, Recipe.static(backend="fastest"),
-data=...)`, beside NNCF's `quantize` and ONNX Runtime's `quantize_static` with their defaults (per-channel weights for
-the latter). Nothing is excluded by hand. Quality is judged on data that calibrated nothing, with the kernels of the
-machine. Milliseconds are CPU time of one thread, all parts of a network on one input; seconds to quantize are CPU time.
+Trained networks, all but one by other people, each quantized in one call,
+`fxq.quantize(model, Recipe.static(backend="fastest"), data=...)`, beside NNCF's `quantize` and ONNX Runtime's
+`quantize_static` with their defaults (per-channel weights for the latter). Nothing is excluded by hand. Quality is
+judged on data that calibrated nothing, with the kernels of the machine. Milliseconds are CPU time of one thread, all
+parts of a network on one input; seconds to quantize are CPU time.
 In pictures, float is red and int8 is blue.
 
 `python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
@@ -37,8 +38,9 @@ def page(exhibits: Mapping[str, Any]) -> str:
         versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "onnxruntime", "nncf"))
         parts += [
             f"## {exhibit['name']}",
-            f"From the package `{exhibit['source']}`. {about['CPU']}; {versions}.",
+            f"{exhibit['source']} {about['CPU']}; {versions}.",
             table(exhibit["rows"]),
+            *filter(None, [exhibit["note"]]),
             *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
         ]
         if (FOLDER / "static" / "gallery" / f"{key}.png").exists():

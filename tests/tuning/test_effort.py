@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.common.data import samples_in
 from fxq.cost import cache
-from fxq.passes import CorrectBias, VerifyLowering
+from fxq.passes import CorrectBias, VerifyLowering, correct_bias
+from fxq.pipeline import float_ops
 from fxq.tuning import effort
 from fxq.workflow import fastest
 
@@ -56,6 +58,19 @@ def test_a_quick_conversion_fits_once(monkeypatch):
     assert len(tested) == 1  # a fit to few samples is tested on held-out ones
     fxq.quantize(network(), data=few, effort="fast")
     assert len(tested) == 1
+
+
+def test_a_quick_conversion_of_a_large_model_corrects_in_two_runs(monkeypatch):
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 0)
+    sizes, fit = [], correct_bias._fit
+    monkeypatch.setattr(
+        correct_bias, "_fit", lambda gm, batch, *rest: sizes.append(samples_in(batch)) or fit(gm, batch, *rest)
+    )
+    qmodel = fxq.quantize(network(), data=images(), effort="fast")
+    assert sizes == [2, 2, 2, 2]  # half of 16 samples, of four batches, which are not joined
+    sizes.clear()
+    fxq.quantize(network(), data=images(2), effort="fast")
+    assert sizes == [4, 4] and qmodel.output_sqnr > 20  # dB
 
 
 def test_a_quick_conversion_verifies_kernels_on_the_batch_alone():
