@@ -324,7 +324,7 @@ class QuantizedModel(Quantized):
 
         Calibration may leave a small share outside of a grid on purpose: compare with the table for calibration data.
         The q/dq graph runs beside the model, so that the counts are those of every backend; calls without it cost
-        nothing. Run it on samples of the requests.
+        nothing. Run it on samples of the requests. Other threads may call the model meanwhile: they are not counted.
 
         Args:
             data: batches, as for `fxq.quantize`.
@@ -420,6 +420,7 @@ def _unite_equal_views(model: nn.Module) -> None:
                 is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
                 if is_plain and tensor.data_ptr():
                     view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
+                    view += tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
                     table[name] = seen.setdefault(view, tensor)
 
 

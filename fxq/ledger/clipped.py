@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ class _Counts:
 
 @dataclass
 class _Graph:
-    """Counts of one quantized graph, whose qdq graph runs beside it.
+    """Counts of one quantized graph, whose qdq graph runs on the inputs of each call of one thread.
 
     Attributes:
         name: prefix of its rows; empty for a model that is one graph.
@@ -129,6 +130,7 @@ class _Graph:
         counts: counts of its grids with fixed ranges, by node.
         dynamic: number of its other grids.
         batch: inputs of the current call.
+        thread: the thread. Other threads may call the model at the same time.
     """
 
     name: str
@@ -136,6 +138,7 @@ class _Graph:
     batch: Batch | None = None
     counts: dict[fx.Node, _Counts] = field(init=False)
     dynamic: int = field(init=False)
+    thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
         grids = [node for node in self.gm.graph.nodes if is_op(node, "quantize") and node.all_input_nodes]
@@ -144,10 +147,13 @@ class _Graph:
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the inputs of a call, as a forward pre-hook: the call may change them."""
-        self.batch = copied(Batch(args, kwargs))
+        if threading.get_ident() == self.thread:
+            self.batch = copied(Batch(args, kwargs))
 
     def end(self, *_: Any) -> None:
         """Run the qdq graph on the inputs of the call, as a forward hook, and count: the graph has served the call."""
+        if threading.get_ident() != self.thread:
+            return
         assert self.batch is not None  # `begin` ran
         with torch.no_grad(), seeded():
             _Counting(self.gm, self.batch, self.counts).run()
