@@ -323,14 +323,15 @@ class QuantizedModel(Quantized):
         """Count the values that the calibrated grids clip, to notice in production that inputs have changed.
 
         Calibration may leave a small share outside of a grid on purpose: compare with the table for calibration data.
-        The q/dq graph runs beside the model, so that the counts are those of every backend; calls without it cost
-        nothing. Run it on samples of the requests. Other threads may call the model meanwhile: they are not counted.
+        After each call of the model, its q/dq graph runs on the same inputs, so that the counts do not depend on the
+        backend. Other threads may call the model meanwhile: their calls are not counted, and not slower.
 
         Args:
             data: batches, as for `fxq.quantize`.
 
         Returns:
-            A table with a row for each grid. Ranges that are computed at run time clip nothing, and have no row.
+            A table with a row for each grid of a float32 value. Ranges that are computed at run time clip nothing, and
+            have no row.
 
         Raises:
             InputError: `data` is empty, or the model does not run on a batch.

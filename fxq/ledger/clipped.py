@@ -1,4 +1,4 @@
-"""Table of the values that the calibrated grids of a quantized model clip, to notice that its inputs have changed."""
+"""Table of how many values the calibrated grids of a quantized model clip, which shows that its inputs have changed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from fxq.graph.run import Runner
 
 @dataclass(frozen=True)
 class ClippedRow:
-    """Values of one grid. Rows of a model with several graphs have the name of their graph.
+    """Row of the table: counts of the values of one grid.
 
     Attributes:
-        name: name of the value that is quantized. path: path of the module that computes it; empty for an input.
+        name: name of the value that is quantized, after the name of its graph if the model has several.
+        path: path of the module that computes it; empty for an input.
         values: number of values.
         share: share of them outside of the grid, from 0 to 1.
-        below: share below its smallest number. above: share above its largest number.
+        below: share below its smallest number.
+        above: share above its largest number.
         reach: largest distance of a value from the grid, in units of the grid's width.
     """
 
