@@ -420,8 +420,8 @@ def _unite_equal_views(model: nn.Module) -> None:
             for name, tensor in table.items():
                 is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
                 if is_plain and tensor.data_ptr():
-                    view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
-                    view += tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+                    flags = type(tensor), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+                    view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *flags
                     table[name] = seen.setdefault(view, tensor)
 
 

@@ -51,7 +51,7 @@ def _check_mapper(node: fx.Node) -> None:
     """Raise `InputError` if the mapper that torchvision's poolers call is not their own, made by `_setup_scales`."""
     if node.op != "call_function" or name_of(node.target) != CALLS_A_MAPPER:
         return
-    mapper = (*node.args[5:], node.kwargs.get("mapper"))[0]
+    mapper: Any = (*node.args[5:], node.kwargs.get("mapper"))[0]
     is_second = isinstance(mapper, fx.Node) and mapper.target is operator.getitem and mapper.args[1:] == (1,)
     source = mapper.args[0] if is_second else None
     if not isinstance(source, fx.Node) or name_of(source.target) != MAKES_A_MAPPER:

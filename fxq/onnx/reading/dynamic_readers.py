@@ -140,8 +140,9 @@ def multiply(r: Reader, x: Any, other: Any, **attributes: Any) -> Any:
     """Read a product; that of integers and their scales is the result of a layer."""
     notes = [r.notes.get(id(value)) for value in (x, other)]
     for first, second in (notes, notes[::-1]):
-        is_layer = isinstance(first, IntegerProduct) and isinstance(second, ScaleProduct)
-        if is_layer and first.range is second.range and first.takes(second.weight_scale):
+        if not isinstance(first, IntegerProduct) or not isinstance(second, ScaleProduct):
+            continue
+        if first.range is second.range and first.takes(second.weight_scale):
             return first.layer(second.weight_scale)
     result = plain_product(r, x, other)
     for own, value, factor in ((notes[0], x, other), (notes[1], other, x)):
