@@ -26,7 +26,7 @@ from fxq.model import QuantizedModel
 from fxq.quant.stored_grids import storing_grids
 from fxq.recipe.recipe import as_recipe
 from fxq.tuning.effort import Effort, best, check_effort, quick
-from fxq.tuning.trials import Metric, metric_value
+from fxq.tuning.trials import Metric, check_metric, metric_value
 from fxq.workflow.calibrate import EVERY, merge_calibrations
 from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.observed_model import ObservedModel
@@ -72,10 +72,11 @@ def quantize(
             different layers in float.
         weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
             with `model.safetensors.index.json` and the files that it names.
-        effort: "fast": nothing is timed, so that every op that can runs on integers, and passes fit and verify on fewer
-            samples. "best": equalization, other observers and passes that choose the rounding of weights are tried, and
-            the most accurate are used, with the fastest of all installed backends unless the recipe names one. Takes
-            many times as long, and keeps the data in memory.
+        effort: how much time to spend. "fast": no op is timed, so that every op that can runs on integers, and passes
+            fit and verify on fewer samples; backend="fastest" still times its backends. "best": equalization, other
+            observers, and passes that choose the rounding of weights are tried, and the most accurate are used, with
+            the fastest of all installed backends unless the recipe names one. This takes many times as long, and keeps
+            the data in memory.
 
     Returns:
         A `QuantizedModel` for the recipe's backend. Its `output_sqnr` compares it with the float model on recorded
@@ -259,8 +260,8 @@ def compare(
         of the layer alone, run on the float model's values. With a metric, its value for both models.
 
     Raises:
-        InputError: `b` was not made from `a`; `data` is empty; or a model does not run on a batch (the message says on
-            which).
+        InputError: `b` was not made from `a`; `data` is empty; the metric is no function, or returns no number; or a
+            model does not run on a batch (the message says on which).
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
@@ -273,6 +274,7 @@ def compare(
         >>> 0.99 < in_int8 <= in_float
         True
     """
+    check_metric(metric)
     comparison = compare_models(a, b, data, progress)
     if metric is None:
         return comparison

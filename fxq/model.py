@@ -323,14 +323,15 @@ class QuantizedModel(Quantized):
         """Count the values that the calibrated grids clip, to notice in production that inputs have changed.
 
         Calibration may leave a small share outside of a grid on purpose: compare with the table for calibration data.
-        The q/dq graph runs beside the model, so that the counts are those of every backend; calls without it cost
-        nothing. Run it on samples of the requests.
+        After each call of the model, its q/dq graph runs on the same inputs, so that the counts do not depend on the
+        backend. Other threads may call the model meanwhile: their calls are not counted, and not slower.
 
         Args:
             data: batches, as for `fxq.quantize`.
 
         Returns:
-            A table with a row for each grid. Ranges that are computed at run time clip nothing, and have no row.
+            A table with a row for each grid of a float32 value. Ranges that are computed at run time clip nothing, and
+            have no row.
 
         Raises:
             InputError: `data` is empty, or the model does not run on a batch.
@@ -419,7 +420,8 @@ def _unite_equal_views(model: nn.Module) -> None:
             for name, tensor in table.items():
                 is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
                 if is_plain and tensor.data_ptr():
-                    view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
+                    flags = type(tensor), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+                    view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *flags
                     table[name] = seen.setdefault(view, tensor)
 
 

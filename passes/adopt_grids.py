@@ -31,10 +31,11 @@ from fxq.graph.region import is_weight
 from fxq.graph.unit import Calls, activations_of, calls_of, inputs_of, wanted_forms
 from fxq.pipeline.candidates import UNREAD, Candidate, unfit_reason
 from fxq.pipeline.context import Context
-from fxq.quant.dynamic_grid import OWN_RANGE, DynamicGrid, Grid
-from fxq.quant.qparams import STORED_GRID, QParams
+from fxq.quant.dynamic_grid import OWN_RANGE, ROUND_TO_RANGE, DynamicGrid, Grid
+from fxq.quant.qparams import STORED_GRID, QParams, dequantize, quantize
 from fxq.quant.spec import ACTIVATION, DYNAMIC, QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
+from fxq.recipe.recipe import Recipe
 from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 
@@ -56,8 +57,9 @@ class AdoptGrids(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Make activations unsigned, plan all ops, then write the grids of the weights that they read."""
+        _refuse_specs(rewriter.context.recipe)
         for node in rewriter.nodes():
-            if node.target is torch.ops.fxq.round_to_range.default:
+            if node.target is ROUND_TO_RANGE:
                 (x,) = node.all_input_nodes
                 rewriter.replace(node, on_grid(rewriter, x, x, OWN_RANGE, node.name)[1])
         _refuse_float_model(rewriter)
@@ -82,6 +84,16 @@ def _refuse_float_model(rewriter: Rewriter[Context]) -> None:
         raise RecipeError(
             'the model has no grids: nothing in it is quantized. The recipe "stored" is for quantized models, such as '
             'quantized ONNX files; quantize a float model with "static", "dynamic" or "weight_only".'
+        )
+
+
+def _refuse_specs(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the recipe gives ops other integers than those of the model."""
+    selector = next((selector for selector, config in recipe.overrides if not config.is_float), None)
+    if selector is not None:
+        raise RecipeError(
+            f'override({selector}, ...): the recipe "stored" keeps the grids of the model, and takes no others. Use '
+            "fxq.FLOAT to keep ops in float, or quantize the float model."
         )
 
 
@@ -132,7 +144,7 @@ def _make_unsigned(rewriter: Rewriter) -> None:
             continue
         rewriter.describe(node, dtype=torch.uint8)
         for conversion in (node, *readers):
-            unsigned: dict[str, Any] = {"zero_point": grid.z + 128, "qmin": 0, "qmax": 255}
+            unsigned: dict[str, Any] = {"zero_point": grid.z + 128, "qmin": grid.qmin + 128, "qmax": grid.qmax + 128}
             unsigned |= {"dtype": torch.uint8} if conversion is node else {}
             rewriter.update(conversion, kwargs={**conversion.kwargs, **unsigned})
 
@@ -229,7 +241,7 @@ class _Planner:
         if loose is not None:
             return self._float("no integer neighbour", f"the model has its input %{loose.name} in float")
         if calls[0].op.traits.weight is not None and weight is None:
-            return self._float("unsupported", "the model has its weight in float, or on a grid that no layer stores")
+            return self._float("unsupported", "its weight is float, off its grid, or on a grid that no layer stores")
         return self._on_integers(node, calls, weight)
 
     def _on_integers(self, node: fx.Node, calls: Calls, weight: TensorSpec | None) -> Plan:
@@ -280,7 +292,10 @@ class _Planner:
         return plan if len(calls) == 1 else replace(plan, kernel_ops=(1,))
 
     def _weight_spec(self, calls: Calls) -> TensorSpec | None:
-        """Spec of the stored integers of a layer's weight; None if it has none, or not on the axis of its layer."""
+        """Spec of the stored integers of a layer's weight; None if it has none, or not on the axis of its layer.
+
+        A weight that was changed after it was read has none either: it is no longer on its grid.
+        """
         traits = calls[0].op.traits
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
         tensor = constant(self.gm, weights[0].node) if len(weights) == 1 else None
@@ -289,6 +304,9 @@ class _Planner:
             return None
         rank = tensor.dim() if tensor is not None else 0
         if grid.axis is not None and grid.axis % rank != (traits.axis if grid.block is None else 1 - traits.axis):
+            return None
+        assert tensor is not None  # it has a grid
+        if not torch.allclose(dequantize(quantize(tensor, grid), grid), tensor, rtol=1e-5, atol=0.0):
             return None
         per: Any = grid.block or ("tensor" if grid.axis is None else "channel")
         symmetric = grid.qmin < 0 and not bool(grid.zero_point.any())

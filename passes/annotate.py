@@ -19,12 +19,13 @@ from fxq.errors import RecipeError
 from fxq.graph.analysis.mutation import MemoryWriters
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.place import where
-from fxq.graph.query import constant, options_of, reads_only_metadata, submodule, taken_from, values_of
+from fxq.graph.query import constant, is_op, options_of, reads_only_metadata, submodule, taken_from, values_of
 from fxq.graph.unit import Calls, calls_of, inputs_of, read_by
 from fxq.ops import OPS
 from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import Candidate, CandidateGraph, unfit_input, unfit_reason
 from fxq.pipeline.context import Context
+from fxq.quant.dynamic_grid import ROUND_TO_RANGE
 from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
@@ -54,7 +55,7 @@ class Annotate(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find candidates, decide between neighbours, and write the plans."""
-        own = next(iter(rewriter.nodes("quantize")), None)
+        own = next((n for n in rewriter.nodes() if is_op(n, "quantize") or n.target is ROUND_TO_RANGE), None)
         if own is not None:
             raise RecipeError(
                 f"the model is quantized already: {where(rewriter.gm, own)} quantizes a value. To keep its scales and "

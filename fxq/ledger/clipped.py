@@ -1,7 +1,8 @@
-"""Table of the values that the calibrated grids of a quantized model clip, to notice that its inputs have changed."""
+"""Table of how many values the calibrated grids of a quantized model clip, which shows that its inputs have changed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,13 +23,15 @@ from fxq.graph.run import Runner
 
 @dataclass(frozen=True)
 class ClippedRow:
-    """Values of one grid. Rows of a model with several graphs have the name of their graph.
+    """Row of the table: counts of the values of one grid.
 
     Attributes:
-        name: name of the value that is quantized. path: path of the module that computes it; empty for an input.
+        name: name of the value that is quantized, after the name of its graph if the model has several.
+        path: path of the module that computes it; empty for an input.
         values: number of values.
         share: share of them outside of the grid, from 0 to 1.
-        below: share below its smallest number. above: share above its largest number.
+        below: share below its smallest number.
+        above: share above its largest number.
         reach: largest distance of a value from the grid, in units of the grid's width.
     """
 
@@ -121,7 +124,7 @@ class _Counts:
 
 @dataclass
 class _Graph:
-    """Counts of one quantized graph, whose qdq graph runs beside it.
+    """Counts of one quantized graph, whose qdq graph runs on the inputs of each call of one thread.
 
     Attributes:
         name: prefix of its rows; empty for a model that is one graph.
@@ -129,6 +132,7 @@ class _Graph:
         counts: counts of its grids with fixed ranges, by node.
         dynamic: number of its other grids.
         batch: inputs of the current call.
+        thread: the thread. Other threads may call the model at the same time.
     """
 
     name: str
@@ -136,6 +140,7 @@ class _Graph:
     batch: Batch | None = None
     counts: dict[fx.Node, _Counts] = field(init=False)
     dynamic: int = field(init=False)
+    thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
         grids = [node for node in self.gm.graph.nodes if is_op(node, "quantize") and node.all_input_nodes]
@@ -144,10 +149,13 @@ class _Graph:
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the inputs of a call, as a forward pre-hook: the call may change them."""
-        self.batch = copied(Batch(args, kwargs))
+        if threading.get_ident() == self.thread:
+            self.batch = copied(Batch(args, kwargs))
 
     def end(self, *_: Any) -> None:
         """Run the qdq graph on the inputs of the call, as a forward hook, and count: the graph has served the call."""
+        if threading.get_ident() != self.thread:
+            return
         assert self.batch is not None  # `begin` ran
         with torch.no_grad(), seeded():
             _Counting(self.gm, self.batch, self.counts).run()

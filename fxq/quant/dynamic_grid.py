@@ -149,3 +149,5 @@ MIN_SCALE = 1e-30
 OWN_RANGE = DynamicGrid(0, 255, torch.uint8, symmetric=False)
 """Grid of ONNX's DynamicQuantizeLinear."""
 define_op("round_to_range(Tensor x) -> Tensor", OWN_RANGE.rounded, torch.empty_like)
+ROUND_TO_RANGE = torch.ops.fxq.round_to_range.default
+"""Operator that rounds values to the grid of their own range, `OWN_RANGE`."""

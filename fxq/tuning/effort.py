@@ -1,4 +1,4 @@
-"""`effort` of `fxq.quantize`: the recipe for a quick result, or for the best one that is found in a longer time."""
+"""Recipes of the efforts of `fxq.quantize`: one that takes little time, and the most accurate of several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_effort(effort: Any) -> None:
 
 
 def quick(recipe: Recipe) -> Recipe:
-    """Return the recipe of a quick conversion: nothing is timed, nothing is fitted twice, passes use fewer samples.
+    """Return the recipe of a quick conversion: no op is timed, nothing is fitted twice, passes use fewer samples.
 
     Passes with options that the user chose stay as they are.
     """

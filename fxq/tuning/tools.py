@@ -23,7 +23,7 @@ from fxq.tuning.parts_trials import PartsTrials
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity, ranked
-from fxq.tuning.trials import Metric, Trials
+from fxq.tuning.trials import Metric, Trials, check_metric
 from fxq.workflow.entry import compared_model, float_model
 from fxq.workflow.steps import float_reference
 
@@ -167,8 +167,7 @@ def search(
     target_value: Any = target
     if isinstance(target_value, bool) or not isinstance(target_value, Real) or not target_value == target_value:
         raise InputError(f"target is {target!r}; give a number: dB, or with a metric the largest acceptable drop.")
-    if metric is not None and not callable(metric):
-        raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
+    check_metric(metric)
     trials = calibrated_trials(model, recipe, data, metric, progress)
     min_score = float(target_value) if metric is None else trials.metric_of(trials.model) - float(target_value)
     if math.isnan(min_score):

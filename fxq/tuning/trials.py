@@ -201,10 +201,14 @@ class Trials:
             self.observed.set_submodule(name, observer)
 
 
-def metric_value(metric: Metric, model: nn.Module) -> float:
-    """Return the metric of a model. Raises `InputError` if the metric is no function or returns no number."""
-    if not callable(metric):
+def check_metric(metric: Any) -> None:
+    """Raise `InputError` unless this is None or a function."""
+    if metric is not None and not callable(metric):
         raise InputError(f"metric is {metric!r}; give a function of a model that returns a number, larger is better.")
+
+
+def metric_value(metric: Metric, model: nn.Module) -> float:
+    """Return the metric of a model. Raises `InputError` if it is no number."""
     score = metric(model)
     try:
         return float(score)

@@ -213,7 +213,7 @@ def _times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int,
 
 
 def _cannot_win(trial: Trial, us: float, leader_us: float) -> bool:
-    """Whether a backend cannot be faster than the leading one, even with ops in float that are faster there."""
+    """Whether a backend, by estimate, stays slower than the leading one with ops in float where that is faster."""
     if us <= MAX_TIE_RATIO * leader_us or us > MAX_TRIAL_RATIO * leader_us:
         return us > MAX_TRIAL_RATIO * leader_us
     try:

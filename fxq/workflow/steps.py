@@ -261,9 +261,10 @@ class Trial:
     manager: PassManager
 
     def least_share(self) -> float:
-        """Lower bound of the share of its time that is left if ops run in float where that is faster; 0 if unknown.
+        """Estimated share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
-        By the backend's own prices of ops, or by the price table, without conversions between integers and floats.
+        By the backend's own prices of ops, or by the price table. Conversions between integers and floats, which ops in
+        float need or save, are taken to change in the same ratio.
         """
         gm, context = self.manager.gm, self.manager.context
         prices = context.backend.prices(gm, context.example)

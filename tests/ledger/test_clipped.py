@@ -1,5 +1,7 @@
 """Counts of clipped values: equal to those of numpy, on every backend, in parts and in programs."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,28 @@ def test_the_counts_are_those_of_numpy(backend):
 def test_a_loaded_model_counts_as_the_saved_one(tmp_path):
     qmodel = quantized("x86")
     assert fxq.load(qmodel.save(tmp_path / "m.fxq")).clipped(samples(2)) == qmodel.clipped(samples(2))
+
+
+def test_calls_of_other_threads_go_on_and_are_not_counted():
+    qmodel = quantized("reference")
+    alone = qmodel.clipped(samples())
+    done, errors = threading.Event(), []
+
+    def serve():
+        while not done.is_set():
+            try:
+                qmodel(samples()[0][:4])
+            except Exception as error:
+                errors.append(error)
+
+    others = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    tables = [qmodel.clipped(samples()) for _ in range(8)]
+    done.set()
+    for thread in others:
+        thread.join()
+    assert not errors and all(table == alone for table in tables)
 
 
 def test_no_hook_stays():

@@ -88,13 +88,44 @@ def test_a_weight_without_a_stored_grid_stays_float():
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         qmodel = fxq.quantize(model, "stored", example_inputs=torch.randn(3, 4))
     (layer,) = qmodel.ledger.where(op="linear")
-    assert "the model has its weight in float" in layer.reason
+    assert "its weight is float" in layer.reason
+
+
+def test_a_changed_weight_does_not_run_on_its_old_grid():
+    model = Quantized(nn.Identity()).eval()
+    with torch.no_grad():
+        model.layer.weight.mul_(1.37)
+    x = torch.randn(3, 4)
+    with pytest.warns(fxq.FxqWarning, match="off its grid"):
+        qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert torch.equal(qmodel(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["reference", "x86"])
+def test_grids_of_fewer_integers_than_their_type_stay_narrow(backend):
+    class Narrow(Quantized):
+        def grid(self, x, scale, zero):
+            return torch.ops.fxq.dequantize.default(
+                torch.ops.fxq.quantize.default(x, scale, 0, -7, 7, torch.int8), scale, 0
+            )
+
+    torch.manual_seed(0)
+    model, x = Narrow(nn.Identity()).eval(), torch.randn(3, 4) * 3  # most values are clipped
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend=backend), example_inputs=x)
+    assert qmodel.ledger.count("int8") == 1
+    assert (qmodel(x) - model(x)).abs().max() <= 2.001  # one step, for a tie
+
+
+def test_other_integers_than_the_models_are_refused():
+    weights = fxq.QuantConfig(weight=fxq.TensorSpec(bits=4, signed=True, symmetric=True))
+    recipe = fxq.Recipe.stored(backend="reference").override("layer", weights)
+    with pytest.raises(fxq.RecipeError, match=r"override\(.*keeps the grids of the model.*fxq.FLOAT"):
+        fxq.quantize(Quantized(nn.Identity()).eval(), recipe, example_inputs=torch.randn(3, 4))
 
 
 def test_a_float_model_is_refused():
     with pytest.raises(fxq.RecipeError, match=r"the model has no grids.*weight_only"):
         fxq.quantize(nn.Linear(4, 4).eval(), "stored", example_inputs=torch.randn(3, 4))
-    model = nn.Linear(4, 4).eval()
-    model.weight.__dict__[STORED_GRID] = Quantized(nn.Identity()).layer.weight.__dict__[STORED_GRID]
+    model = Quantized(nn.Identity()).layer.eval()  # its weight has a grid
     qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=torch.randn(3, 4))
     assert [row.precision for row in qmodel.ledger.where(op="linear")] == ["weight-only"]

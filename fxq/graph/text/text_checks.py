@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from fxq.common.trees import leaves
 from fxq.errors import InputError, unknown
 from fxq.graph.guards import make_output
 from fxq.graph.query import op_of
+from fxq.graph.text.text_names import CALLS_A_MAPPER, MAKES_A_MAPPER, name_of
 from fxq.graph.text.text_values import RECORDS
 from fxq.graph.unit import Unit
 
@@ -38,10 +40,22 @@ def check_call(node: fx.Node, module: nn.Module | None) -> None:
         raise InputError(f"the unit {module.kind} takes {needed} inputs, not {len(node.args)}.")
     if node.target is getattr and not (len(node.args) > 1 and re.match("[a-zA-Z]", _text(node.args[1]))):
         raise InputError("expected the name of a public attribute.")
+    _check_mapper(node)
     if node.target is make_output:
         kind = _text((*node.args, "")[0])
         if kind not in _OUTPUT_CLASSES and re.split("[.:]", kind)[0] in _REFUSED_MODULES:
             raise InputError(f"expected the class of an output, `module:name` in a module of the model, not {kind!r}.")
+
+
+def _check_mapper(node: fx.Node) -> None:
+    """Raise `InputError` if the mapper that torchvision's poolers call is not their own, made by `_setup_scales`."""
+    if node.op != "call_function" or name_of(node.target) != CALLS_A_MAPPER:
+        return
+    mapper: Any = (*node.args[5:], node.kwargs.get("mapper"))[0]
+    is_second = isinstance(mapper, fx.Node) and mapper.target is operator.getitem and mapper.args[1:] == (1,)
+    source = mapper.args[0] if is_second else None
+    if not isinstance(source, fx.Node) or name_of(source.target) != MAKES_A_MAPPER:
+        raise InputError("its mapper is called, and must be the second result of _setup_scales.")
 
 
 def _text(value: Any) -> str:

@@ -43,6 +43,9 @@ _LIBRARIES = {
     "torchvision.ops.poolers": ("_filter_input", "_setup_scales", "_multiscale_roi_align"),
 }
 """Functions of other libraries by module: computations on tensors, which exist once the library is imported."""
+MAKES_A_MAPPER = "torchvision.ops.poolers._setup_scales"
+CALLS_A_MAPPER = "torchvision.ops.poolers._multiscale_roi_align"
+"""Function that calls one of its arguments. A text may only give it a result of `MAKES_A_MAPPER`."""
 _ATEN = ("sym_size", "sym_numel", "sym_stride", "to_copy", "unsafe_view", "unsafe_split", "safe_softmax")
 
 

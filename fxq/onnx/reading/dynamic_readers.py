@@ -6,6 +6,7 @@ product of both scales make one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,20 @@ class IntegerProduct:
     Attributes:
         range: the range.
         layer: returns the layer's result in float, from the scales of the weight.
+        rank: number of axes of the result.
+        channels: shape that one scale for each output channel has, to be multiplied with the result.
     """
 
     range: DynamicRange
     layer: Callable[[Tensor], Any]
+    rank: int
+    channels: tuple[int, ...]
+
+    def takes(self, scale: Tensor) -> bool:
+        """Whether these are scales of the weight: one, or one for each output channel."""
+        own = tuple(scale.shape[-len(self.channels) :])
+        per_channel = own == self.channels and scale.numel() == math.prod(own)
+        return scale.dim() <= self.rank and (scale.numel() == 1 or per_channel)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,9 @@ def dynamic_quantize(r: Reader, x: Any) -> Any:
     return q, scale, zero_point
 
 
-def _product(r: Reader, q: Any, zero_point: Any, weight: Any, weight_zero: Any, result: Any, layer: Any) -> Any:
+def _product(
+    r: Reader, q: Any, zero_point: Any, weight: Any, weight_zero: Any, result: Any, axis: int, layer: Any
+) -> Any:
     """Return the integers `result`, with a note of the layer that they belong to.
 
     Args:
@@ -72,17 +85,28 @@ def _product(r: Reader, q: Any, zero_point: Any, weight: Any, weight_zero: Any, 
         weight: integers of the weight.
         weight_zero: their zero point.
         result: product of the two, int32.
-        layer: computes the layer from its input, and the scales of the weight.
+        axis: axis of the output channels of the weight.
+        layer: computes the layer from its input and its weight in float.
     """
     own = r.notes.get(id(q))
     constants = isinstance(weight, Tensor) and isinstance(weight_zero, Tensor | None)
     if isinstance(own, DynamicRange) and own.zero_point is zero_point and constants:
 
         def real(scale: Tensor) -> Any:
-            return layer(r.call(torch.ops.fxq.round_to_range.default, own.x), scale)
+            x = r.call(torch.ops.fxq.round_to_range.default, own.x)
+            return layer(x, _real_weight(r, weight, scale, weight_zero, axis))
 
-        r.noted(IntegerProduct(own, real), result)
+        channels = (weight.shape[axis], *[1] * (0 if axis else weight.dim() - 2))
+        r.noted(IntegerProduct(own, real, r.like(result).dim(), channels), result)
     return result
+
+
+def _real_weight(r: Reader, weight: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Any:
+    """Weight in float; scale and zero point have one entry, or one for each index of `axis`."""
+    parts = [scale.flatten(), *([] if zero_point is None else [zero_point.flatten()])]
+    per_channel = any(part.numel() > 1 for part in parts)
+    scale, *zero = [part.expand(weight.shape[axis]) if per_channel else part.reshape(()) for part in parts]
+    return dequantize(r, weight, scale, *zero, axis=axis)
 
 
 def _column(r: Reader, value: Any, rank: int) -> Any:
@@ -94,10 +118,10 @@ def conv_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = No
     weight = shifted(r, w, _column(r, w_zero, r.like(w).dim()))
     result = cast_to(r, conv(r, shifted(r, x, x_zero), weight, **attributes), torch.int32)
 
-    def layer(real: Any, scale: Tensor) -> Any:
-        return conv(r, real, dequantize(r, w, scale.reshape(-1), w_zero, axis=0), **attributes)
+    def layer(real: Any, real_weight: Any) -> Any:
+        return conv(r, real, real_weight, **attributes)
 
-    return _product(r, x, x_zero, w, w_zero, result, layer)
+    return _product(r, x, x_zero, w, w_zero, result, 0, layer)
 
 
 @reads("MatMulInteger")
@@ -105,10 +129,10 @@ def matmul_integer(r: Reader, x: Any, w: Any, x_zero: Any = None, w_zero: Any = 
     rows = _column(r, x_zero, 2) if x_zero is not None and r.like(x_zero).numel() > 1 else x_zero
     result = cast_to(r, matmul(r, shifted(r, x, rows), shifted(r, w, w_zero)), torch.int32)
 
-    def layer(real: Any, scale: Tensor) -> Any:
-        return matmul(r, real, dequantize(r, w, scale, w_zero, axis=r.like(w).dim() - 1))
+    def layer(real: Any, real_weight: Any) -> Any:
+        return matmul(r, real, real_weight)
 
-    return _product(r, x, x_zero, w, w_zero, result, layer)
+    return _product(r, x, x_zero, w, w_zero, result, r.like(w).dim() - 1, layer)
 
 
 @reads("Mul")
@@ -116,10 +140,12 @@ def multiply(r: Reader, x: Any, other: Any, **attributes: Any) -> Any:
     """Read a product; that of integers and their scales is the result of a layer."""
     notes = [r.notes.get(id(value)) for value in (x, other)]
     for first, second in (notes, notes[::-1]):
-        if isinstance(first, IntegerProduct) and isinstance(second, ScaleProduct) and first.range is second.range:
+        if not isinstance(first, IntegerProduct) or not isinstance(second, ScaleProduct):
+            continue
+        if first.range is second.range and first.takes(second.weight_scale):
             return first.layer(second.weight_scale)
     result = plain_product(r, x, other)
-    for own, factor in ((notes[0], other), (notes[1], x)):
-        if isinstance(own, DynamicRange) and isinstance(factor, Tensor):
+    for own, value, factor in ((notes[0], x, other), (notes[1], other, x)):
+        if isinstance(own, DynamicRange) and value is own.scale and isinstance(factor, Tensor):
             r.noted(ScaleProduct(own, factor), result)
     return result

@@ -266,7 +266,7 @@ def cast_to(r: Reader, x: Any, dtype: torch.dtype) -> Any:
 def cast(r: Reader, x: Any, *, to: int, **attributes: Any) -> Any:
     refuse(to in FOUR_BIT, "it casts to 4-bit integers")
     result = cast_to(r, x, dtype_of_number(to))
-    if id(x) in r.notes and r.like(result).is_floating_point():
+    if id(x) in r.notes and r.like(result).dtype is torch.float32:
         r.noted(r.notes[id(x)], result)
     return result
 

@@ -13,6 +13,7 @@ from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
 from fxq.onnx.reading.pointwise_readers import cast_to
 from fxq.onnx.reading.reader import Reader, Traced, reads
 from fxq.onnx.writer import refuse
+from fxq.quant.packing import unpack_adjacent
 from fxq.quant.qparams import QParams
 
 
@@ -39,7 +40,7 @@ def _numbers(r: Reader, *values: Any) -> bool:
     return all(value is None or (isinstance(value, Tensor) and value.numel() == 1) for value in values)
 
 
-def stored_grid(
+def grid_of_integers(
     r: Reader, integers: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None, block: int | None
 ) -> QParams | None:
     """Grid of a constant of integers; None if no layer of fxq stores such integers.
@@ -115,7 +116,9 @@ def dequantize(
         if scale.dtype is torch.float32 and isinstance(zero_point, Tensor | None):
             per_tensor = scale.numel() == 1 and not block_size
             shaped: list[Any] = [t.reshape(()) if per_tensor and t is not None else t for t in (scale, zero_point)]
-            grid = stored_grid(r, x, shaped[0], shaped[1], None if per_tensor else axis % x.dim(), block_size or None)
+            grid = grid_of_integers(
+                r, x, shaped[0], shaped[1], None if per_tensor else axis % x.dim(), block_size or None
+            )
             if grid is not None:
                 r.grids[id(result)] = grid
     return result
@@ -218,7 +221,7 @@ def matmul_nbits(
     refuse(bits not in (4, 8), f"its weight has {bits} bits")
     refuse(order is not None, "its input channels are in another order")
     refuse(not all(isinstance(part, Tensor | None) for part in (packed, scales, zero_points)), "its weight is computed")
-    integers = _unpacked(packed.reshape(N, -1), bits)[:, :K].contiguous()
+    integers = unpack_adjacent(packed.reshape(N, -1), bits, K)
     scale = scales.reshape(N, -1)
     count = scale.shape[1]
     if zero_points is None:
@@ -226,7 +229,7 @@ def matmul_nbits(
     elif zero_points.is_floating_point():
         zero = zero_points.reshape(N, count)
     else:
-        zero = _unpacked(zero_points.reshape(N, -1), bits)[:, :count].to(torch.float32)
+        zero = unpack_adjacent(zero_points.reshape(N, -1), bits, count).to(torch.float32)
     name = r.names.get(id(packed), r.label)
     grid = QParams(scale.float(), zero.float(), 0, 2**bits - 1, torch.uint8, 1, block_size)
     if bool((zero == zero.round()).all()):
@@ -236,11 +239,6 @@ def matmul_nbits(
     if bool((torch.isfinite(scale) & (scale != 0)).all()):
         r.grids[id(weight)] = grid
     return gemm(r, x, weight, bias, transB=1)
-
-
-def _unpacked(values: Tensor, bits: int) -> Tensor:
-    """Integers of a row of bytes: two of each byte if they have 4 bits, the first in its low bits."""
-    return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(1)
 
 
 @reads("QLinearSoftmax")

@@ -19,6 +19,14 @@ def _filter_input(boxes, count):
 torch.fx.wrap("_filter_input")
 
 
+def _setup_scales(features, size):
+    return [1.0], len
+
+
+def _multiscale_roi_align(features, boxes, size, ratio, scales, mapper):
+    return features[0] * mapper(boxes)
+
+
 @pytest.fixture
 def library(monkeypatch):
     """Stand-in for torchvision: its op `nms`, which keeps each second box here, and a function of its poolers."""
@@ -26,8 +34,9 @@ def library(monkeypatch):
     op.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     op.impl("nms", lambda boxes, scores, _: scores.argsort()[::2].clone(), "CPU")
     poolers = ModuleType("torchvision.ops.poolers")
-    poolers._filter_input = _filter_input
-    monkeypatch.setattr(_filter_input, "__module__", poolers.__name__)
+    for function in (_filter_input, _setup_scales, _multiscale_roi_align):
+        setattr(poolers, function.__name__, function)
+        monkeypatch.setattr(function, "__module__", poolers.__name__)
     monkeypatch.setitem(sys.modules, poolers.__name__, poolers)
     yield op
     op._destroy()
@@ -58,3 +67,17 @@ def test_other_functions_of_a_library_are_not_called(library):
     assert name_of(_filter_input) == "torchvision.ops.poolers._filter_input"
     for name in ("torch.ops.torchvision.other", "torchvision.ops.poolers.sys", "os.system", "torch.ops.torchvision"):
         assert function_of(name) is None
+
+
+@pytest.mark.parametrize("mapper", ["getattr(x, 'detach')", "operator.getitem([x], 0)", "operator.getitem(made, 0)"])
+def test_a_function_that_calls_its_argument_gets_no_other(library, mapper):
+    text = """
+x = input()
+made = torchvision.ops.poolers._setup_scales([x], 4)
+mapper = operator.getitem(made, 1)
+y = torchvision.ops.poolers._multiscale_roi_align([x], [x, x], 2, 2, [1.0], mapper)
+return y
+"""
+    assert torch.equal(fxq.extend.read_graph(text, {})(torch.ones(3)), torch.full((3,), 2.0))
+    with pytest.raises(fxq.InputError, match="its mapper is called"):
+        fxq.extend.read_graph(text.replace("operator.getitem(made, 1)", mapper), {})

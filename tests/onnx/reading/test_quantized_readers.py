@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxq
+from fxq.quant.dynamic_grid import ROUND_TO_RANGE
 from fxq.quant.qparams import STORED_GRID
 from tests.support.onnx_text import parsed, reference
 
@@ -138,8 +139,11 @@ def test_scales_of_a_transposed_weight_go_with_their_channels(dtype):
     assert torch.equal(qmodel(x), model(x))
 
 
-def test_other_recipes_refuse_a_quantized_model():
-    model, x = fxq.read_onnx(quantized_linear()), torch.randn(5, 4)
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_other_recipes_refuse_a_quantized_model(is_dynamic):
+    weight = np.arange(12, dtype=np.int8).reshape(4, 3)
+    file = dynamic_layer("MatMulInteger", weight, 0) if is_dynamic else quantized_linear()
+    model, x = fxq.read_onnx(file), torch.randn(5, 4)
     with pytest.raises(fxq.RecipeError, match=r'quantized already.*fxq.quantize\(model, "stored", example_inputs=x\)'):
         fxq.quantize(model, "static", data=[x])
 
@@ -149,14 +153,9 @@ def test_a_missing_example_is_asked_for():
         fxq.quantize(fxq.read_onnx(quantized_linear()), "stored")
 
 
-def test_a_float_model_has_nothing_to_keep():
-    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
-        fxq.quantize(nn.Linear(4, 4).eval(), "stored", example_inputs=torch.randn(2, 4))
-
-
-def dynamic_layer(op, weight, zero, layer_attributes=""):
+def dynamic_layer(op, weight, zero, layer_attributes="", scale=0.03):
     """Layer with a dynamic range as ONNX Runtime's quantizer writes it, with an integer weight of one scale."""
-    constants = {"w": weight, "w_scale": np.float32(0.03), "w_zero": np.array(zero, weight.dtype)}
+    constants = {"w": weight, "w_scale": np.array(scale, np.float32), "w_zero": np.array(zero, weight.dtype)}
     body = f"""
         q, s, z = DynamicQuantizeLinear(x)
         m = {op}{layer_attributes}(q, w, z, w_zero)
@@ -190,5 +189,32 @@ def test_integers_with_a_scale_of_another_range_are_no_layer():
     file.graph.node[3].input[0] = "w_scale"  # the square of a constant
     x = torch.randn(5, 4)
     read = fxq.read_onnx(file)
-    assert not any(node.target is torch.ops.fxq.round_to_range.default for node in read.graph.nodes)
+    assert not any(node.target is ROUND_TO_RANGE for node in read.graph.nodes)
+    torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "is_layer"),
+    [
+        ([0.1, 0.2, 0.3], 0, True),  # for each output channel
+        ([[0.1, 0.2, 0.3]], [1, 2, 3], True),
+        (0.1, [1, 2, 3], True),
+        ([[0.1], [0.2], [0.3]], 0, False),  # for each row of the input
+        ([[[0.1, 0.2, 0.3]]], 0, False),  # with a further axis
+    ],
+)
+def test_scales_that_are_not_of_output_channels_are_read_as_written(scale, zero, is_layer):
+    file = dynamic_layer("MatMulInteger", np.arange(12, dtype=np.int8).reshape(4, 3), zero, scale=scale)
+    file.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
+    read, x = fxq.read_onnx(file), torch.randn(3, 4)
+    assert any(node.target is ROUND_TO_RANGE for node in read.graph.nodes) == is_layer
+    torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_of_the_integers_themselves_is_no_scale():
+    file = dynamic_layer("MatMulInteger", np.arange(16, dtype=np.int8).reshape(4, 4)[:, :4], 0)
+    file.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
+    file.graph.node.insert(3, onnx.helper.make_node("Cast", ["q"], ["real_q"], to=1))
+    file.graph.node[4].input[0] = "real_q"
+    read, x = fxq.read_onnx(file), torch.randn(3, 4)
     torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)
