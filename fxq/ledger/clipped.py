@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -129,11 +130,13 @@ class _Graph:
         counts: counts of its grids with fixed ranges, by node.
         dynamic: number of its other grids.
         batch: inputs of the current call.
+        thread: thread whose calls count; other threads may call the model meanwhile, as a server does.
     """
 
     name: str
     gm: fx.GraphModule
     batch: Batch | None = None
+    thread: int = field(default_factory=threading.get_ident)
     counts: dict[fx.Node, _Counts] = field(init=False)
     dynamic: int = field(init=False)
 
@@ -144,10 +147,13 @@ class _Graph:
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the inputs of a call, as a forward pre-hook: the call may change them."""
-        self.batch = copied(Batch(args, kwargs))
+        if threading.get_ident() == self.thread:
+            self.batch = copied(Batch(args, kwargs))
 
     def end(self, *_: Any) -> None:
         """Run the qdq graph on the inputs of the call, as a forward hook, and count: the graph has served the call."""
+        if threading.get_ident() != self.thread:
+            return
         assert self.batch is not None  # `begin` ran
         with torch.no_grad(), seeded():
             _Counting(self.gm, self.batch, self.counts).run()

@@ -1,5 +1,7 @@
 """Counts of clipped values: equal to those of numpy, on every backend, in parts and in programs."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,15 @@ def test_the_grids_of_programs():
     assert max(row.share for row in served) > 0.5
     assert all(row.values == 0 for row in table if row not in served)  # the other program ran on no batch
     assert far["cache"].keys.shape == (2, 6, 16)  # the call changes its cache, as any call
+
+
+def test_calls_of_other_threads_do_not_count():
+    model, data = layers(), [torch.randn(16, 8) for _ in range(4)]
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=data)
+    counts, output = qmodel.clipped(data), qmodel(data[0])
+
+    def call(i):
+        return torch.equal(qmodel(data[0]), output) if i % 2 else qmodel.clipped(data) == counts
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(40)))
