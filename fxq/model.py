@@ -20,7 +20,7 @@ from fxq.backends.by_name import recipe_name
 from fxq.backends.loops.tokens.token_binder import growing_kinds
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import batches, check_finite
-from fxq.common.isolation import unshare
+from fxq.common.isolation import unshare, with_united_views
 from fxq.common.names import check_names
 from fxq.errors import InputError, RecipeError
 from fxq.graph.plain_data import NodeData, from_data, to_data
@@ -382,8 +382,9 @@ class QuantizedModel(Quantized):
         return model.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _unite_equal_views(self)
-        return _restore, (self._tables, to_data(self.graph), self._attributes, cpu.machine())
+        united = vars(with_united_views(self))
+        tables = {name: united[name] for name in self._tables}
+        return _restore, (tables, to_data(self.graph), self._attributes, cpu.machine())
 
     @property
     def _tables(self) -> dict[str, Any]:
@@ -407,22 +408,6 @@ class QuantizedModel(Quantized):
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _GRAPH_ATTRIBUTES = frozenset((*vars(fx.GraphModule(nn.Module(), fx.Graph())), "_float", "_mapped")) - {"meta"}
 """Attributes that every graph module creates for itself."""
-
-
-def _unite_equal_views(model: nn.Module) -> None:
-    """Make tensors that are equal views of one memory, as tied weights, one object: a pickle then has it once."""
-    seen: dict[Any, torch.Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for table in tables:
-            for name, tensor in table.items():
-                is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-                if is_plain and tensor.data_ptr():
-                    flags = type(tensor), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
-                    view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *flags
-                    table[name] = seen.setdefault(view, tensor)
 
 
 def _restore(tables: Any, data: list[NodeData], attributes: Any, made_on: Mapping[str, str]) -> QuantizedModel:

@@ -301,3 +301,16 @@ def test_a_tied_weight_is_pickled_once():
     data = pickle.dumps(qmodel)
     assert torch.equal(pickle.loads(data)(ids), qmodel(ids))
     assert 500 * 64 < len(data) < 2 * 500 * 64  # int8
+
+
+def test_pickling_leaves_the_tensors_of_the_model():
+    ids = torch.arange(6)[None]
+    qmodel = fxq.quantize(Tied().eval(), fxq.Recipe.weight_only(backend="reference"), example_inputs=ids)
+    qmodel.train_alone = nn.Parameter(torch.ones(4))
+    qmodel.frozen = nn.Parameter(qmodel.train_alone.data, requires_grad=False)
+    tensors = dict(qmodel.named_buffers(remove_duplicate=False)) | dict(qmodel.named_parameters(remove_duplicate=False))
+    loaded = pickle.loads(pickle.dumps(qmodel))
+    after = dict(qmodel.named_buffers(remove_duplicate=False)) | dict(qmodel.named_parameters(remove_duplicate=False))
+    assert after.keys() == tensors.keys() and all(after[name] is tensors[name] for name in tensors)
+    assert loaded.train_alone.requires_grad and not loaded.frozen.requires_grad
+    assert loaded.state_dict().keys() == qmodel.state_dict().keys()

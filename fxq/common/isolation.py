@@ -248,3 +248,38 @@ def _copy_of_leaf(value: Any) -> Any:
         return value
     own = {name: copy.copy(inner) for name, inner in names.values.items() if isinstance(inner, (list, dict))}
     return put_together(structure, copied(leaves), own)  # subclasses may have attributes
+
+
+def with_united_views(model: nn.Module) -> nn.Module:
+    """Model in which equal views of one memory, as tied weights, are one tensor, so that a pickle has them once.
+
+    Modules above such views are shallow copies, and the model stays as it is: its parameters are the tensors that an
+    optimizer has, and each keeps its gradient.
+    """
+    seen: dict[Any, Tensor] = {}
+    copies: dict[int, nn.Module] = {}
+
+    def united(tensor: Any) -> Any:
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or not tensor.data_ptr():
+            return tensor
+        flags = type(tensor), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+        view = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *flags
+        return seen.setdefault(view, tensor)
+
+    def visit(module: Any) -> Any:
+        if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+            return module
+        if id(module) not in copies:
+            copies[id(module)] = module
+            tables = {
+                table: {name: change(value) for name, value in vars(module)[table].items()}
+                for table, change in (("_parameters", united), ("_buffers", united), ("_modules", visit))
+            }
+            if any(new is not vars(module)[table][name] for table in tables for name, new in tables[table].items()):
+                copies[id(module)] = object.__new__(type(module))
+                vars(copies[id(module)]).update(vars(module) | tables)
+        return copies[id(module)]
+
+    result: nn.Module = visit(model)
+    return result

@@ -132,15 +132,15 @@ class _Graph:
         counts: counts of its grids with fixed ranges, by node.
         dynamic: number of its other grids.
         batch: inputs of the current call.
-        thread: the thread. Other threads may call the model at the same time.
+        thread: thread whose calls count; other threads may call the model meanwhile, as a server does.
     """
 
     name: str
     gm: fx.GraphModule
     batch: Batch | None = None
+    thread: int = field(default_factory=threading.get_ident)
     counts: dict[fx.Node, _Counts] = field(init=False)
     dynamic: int = field(init=False)
-    thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
         grids = [node for node in self.gm.graph.nodes if is_op(node, "quantize") and node.all_input_nodes]

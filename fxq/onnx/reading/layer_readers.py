@@ -321,6 +321,15 @@ def max_pool(
 ) -> Any:  # fmt: skip
     rank = len(kernel_shape)
     strides, dilations = tuple(strides or [1] * rank), tuple(dilations or [1] * rank)
+    if rank == 1 and not r.like(x).is_floating_point():  # PyTorch pools integers in two axes alone
+        pads = [0, pads[0], 0, pads[1]] if pads else None
+        pooled = max_pool(
+            r, r.call(torch.unsqueeze, x, 2), kernel_shape=(1, *kernel_shape), strides=(1, *strides),
+            dilations=(1, *dilations), pads=pads, auto_pad=auto_pad, ceil_mode=ceil_mode, storage_order=storage_order,
+        )  # fmt: skip
+        if r.outputs > 1:
+            return tuple(r.call(torch.squeeze, part, 2) for part in pooled)
+        return r.call(torch.squeeze, pooled, 2)
     sizes = r.shape_of(x)[2:]
     begins, ends = pads_of(sizes, kernel_shape, strides, dilations, auto_pad, pads)
     function = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]

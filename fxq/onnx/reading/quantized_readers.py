@@ -35,9 +35,13 @@ def _grid(r: Reader, x: Any, scale: Any, zero_point: Any, axis: int, block_size:
     return parts[0], parts[1]
 
 
-def _numbers(r: Reader, *values: Any) -> bool:
-    """Whether all of these are constants with one entry, or absent."""
-    return all(value is None or (isinstance(value, Tensor) and value.numel() == 1) for value in values)
+def _is_grid(scale: Any, zero_point: Any) -> bool:
+    """Whether these are constants of one grid: a positive, finite float32 scale, and at most one zero point.
+
+    Runtimes take other scales, too, such as 0 for values that are always 0.
+    """
+    numbers = all(part is None or (isinstance(part, Tensor) and part.numel() == 1) for part in (scale, zero_point))
+    return numbers and scale.dtype is torch.float32 and bool(torch.isfinite(scale) & (scale > 0))
 
 
 def grid_of_integers(
@@ -88,7 +92,7 @@ def quantize(
     four_bit = output_dtype in FOUR_BIT or id(zero_point) in r.four_bit
     refuse(four_bit, "it quantizes to 4-bit integers")
     refuse(dtype not in _BOUNDS, f"it quantizes to {dtype}")
-    if _numbers(r, scale, zero_point) and dtype in (torch.uint8, torch.int8) and r.like(x).dtype is torch.float32:
+    if _is_grid(scale, zero_point) and dtype in (torch.uint8, torch.int8) and r.like(x).dtype is torch.float32:
         zero = 0 if zero_point is None else int(zero_point)
         return r.call(torch.ops.fxq.quantize.default, x, float(scale), zero, *_BOUNDS[dtype], dtype)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
@@ -102,8 +106,8 @@ def quantize(
 def dequantize(
     r: Reader, x: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int = 0, **attributes: Any
 ) -> Any:
-    numbers = _numbers(r, scale, zero_point) and r.like(scale).dtype is torch.float32
-    if isinstance(x, Traced) and numbers and r.like(x).dtype in (torch.uint8, torch.int8) and id(x) not in r.four_bit:
+    eight_bit = r.like(x).dtype in (torch.uint8, torch.int8) and id(x) not in r.four_bit
+    if isinstance(x, Traced) and eight_bit and _is_grid(scale, zero_point):
         zero = 0 if zero_point is None else int(zero_point)
         return r.call(torch.ops.fxq.dequantize.default, x, float(scale), zero)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)

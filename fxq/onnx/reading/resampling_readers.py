@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.onnx.reading.pointwise_readers import cast_to
 from fxq.onnx.reading.reader import Reader, Sizes, Traced, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
@@ -115,12 +116,18 @@ def resize(
     options: dict[str, Any] = {
         "cubic_a": cubic_coeff_a, "antialias": bool(antialias), "exclude_outside": bool(exclude_outside)
     }  # fmt: skip
-    if any(varies(target[i]) or varies(shape[i]) for i in resized):
+    dtype = r.like(x).dtype
+    is_dynamic = any(varies(target[i]) or varies(shape[i]) for i in resized)
+    if not dtype.is_floating_point and (mode != "nearest" or (is_dynamic and dtype is not torch.uint8)):
+        # PyTorch resizes uint8 alone, and rounds it, where the runtimes truncate.
+        x = cast_to(r, x, torch.float32 if dtype.itemsize == 1 else torch.float64)
+    if is_dynamic:
         grows = all(isinstance(factors[i], float) and factors[i] >= 1 for i in resized)
         refuse(antialias and mode != "nearest" and not grows, "it antialiases a dynamic size")
         special = cubic_coeff_a != -0.75 or exclude_outside
         refuse(mode == "cubic" and special, "it resizes a dynamic size with a cubic kernel that PyTorch lacks")
-        return _dynamic(r, x, mode, coordinate_transformation_mode, nearest_mode, target, factors, resized)
+        result = _dynamic(r, x, mode, coordinate_transformation_mode, nearest_mode, target, factors, resized)
+        return cast_to(r, result, dtype)
     matrices = {
         i: axis_matrix(
             mode, coordinate_transformation_mode, nearest_mode, shape[i], target[i], float(factors[i]), **options
@@ -128,15 +135,15 @@ def resize(
         for i in resized
     }
     plain = _interpolation(matrices, len(shape), mode, shape, target)
-    if plain is not None:
-        return r.call(F.interpolate, x, tuple(target[2:]), **plain)
+    if plain is not None and (r.like(x).is_floating_point() or dtype is torch.uint8):
+        return cast_to(r, r.call(F.interpolate, x, tuple(target[2:]), **plain), dtype)
     for axis, matrix in matrices.items():
         if mode == "nearest":
             x = r.call(torch.index_select, x, axis, matrix.argmax(1))
         else:
             turned = r.call(torch.matmul, r.call(torch.movedim, x, axis, -1), matrix.T.contiguous())
             x = r.call(torch.movedim, turned, -1, axis)
-    return x
+    return cast_to(r, x, dtype)
 
 
 def _targets(r: Reader, shape: Any, where: Any, scales: Any, sizes: Any) -> tuple[list[Any], list[Any]]:

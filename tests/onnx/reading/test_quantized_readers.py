@@ -35,7 +35,8 @@ def inputs(count=4):
 
 def run_by_onnx_runtime(path, x):
     onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    file = path if isinstance(path, bytes) else str(path)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
@@ -151,6 +152,49 @@ def test_other_recipes_refuse_a_quantized_model(is_dynamic):
 def test_a_missing_example_is_asked_for():
     with pytest.raises(fxq.InputError, match="give one batch of inputs to infer shapes from"):
         fxq.quantize(fxq.read_onnx(quantized_linear()), "stored")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.02])
+def test_scales_that_are_no_grid_are_computed_as_written(scale):
+    """Values on a scale of 0 are 0, as those of a layer that never fires."""
+    constants = {"s": np.float32(scale), "z": np.uint8(120), "s2": np.float32(0.03), "z2": np.uint8(9)}
+    body = """
+        q = QuantizeLinear(x, s, z)
+        d = DequantizeLinear(q, s, z)
+        e = Add(d, x)
+        q2 = QuantizeLinear(e, s2, z2)
+        y = DequantizeLinear(q2, s2, z2)
+    """
+    file = parsed(body, "float[N, 4] x", "float[N, 4] y", constants)
+    x = torch.randn(5, 4)
+    qmodel = fxq.quantize(fxq.read_onnx(file), fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    expected = run_by_onnx_runtime(file.SerializeToString(), x)
+    torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=1e-6)  # products in float32
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"),
+    [("nearest", "L"), ("nearest", "8"), ("nearest", "H, W"), ("nearest", "8, 6"), ("linear", "8, 6")],
+)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_integers_are_resized_and_pooled(dtype, mode, sizes):
+    """Files of the form QOperator have such ops between their layers."""
+    rank = sizes.count(",") + 1
+    options = f'mode = "{mode}", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
+    scales = np.array([1, 1] + [2] * rank, np.float32)
+    constants = {"s": np.float32(0.02), "z": np.array(9, dtype), "scales": scales}
+    body = f"""
+        q = QuantizeLinear(x, s, z)
+        p = MaxPool<kernel_shape = {[2] * rank}>(q)
+        r = Resize<{options}>(p, , scales)
+        y = DequantizeLinear(r, s, z)
+    """
+    file = parsed(body, f"float[2, 3, {sizes}] x", f"float[2, 3, {'A, B' if rank == 2 else 'A'}] y", constants)
+    x = torch.randn([2, 3, 8, 6][: 2 + rank])
+    model, expected = fxq.read_onnx(file), run_by_onnx_runtime(file.SerializeToString(), x)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)  # the products of integers and a scale
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=1e-6)
 
 
 def dynamic_layer(op, weight, zero, layer_attributes="", scale=0.03):
