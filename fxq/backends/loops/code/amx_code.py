@@ -278,5 +278,5 @@ def activation_of_sums(function: Callable[[Any, Any], Any]) -> Any:
     return on_addresses(code)
 
 
-silu_sums, hardswish_sums, gelu_sums = map(activation_of_sums, (vectors.silu, vectors.hardswish, vectors.gelu))
+silu_sums, hardswish_sums, gelu_sums = map(activation_of_sums, vectors.LAYER_FUNCTIONS)
 one_by_one, one_by_two, two_by_one, two_by_two = (sums_of_tiles(r, c) for r in (1, 2) for c in (1, 2))

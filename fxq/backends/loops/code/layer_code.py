@@ -308,4 +308,4 @@ many_pixels, four_pixels, one_pixel = (layer_tile(pixels) for pixels in (TILE_PI
 round_many, round_four, round_one = (rounded_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
 four_depthwise, one_depthwise = (depthwise_tile(pixels) for pixels in (4, 1))
 many_wide, one_wide = (wide_tile(pixels) for pixels in (WIDE_PIXELS, 1))
-silu_many, hardswish_many, gelu_many = map(activation_tile, (vectors.silu, vectors.hardswish, vectors.gelu))
+silu_many, hardswish_many, gelu_many = map(activation_tile, vectors.LAYER_FUNCTIONS)

@@ -213,3 +213,7 @@ def gelu(b: Any, x: Any) -> Any:
     one_plus_erf = multiply_add(b, b.fmul(a, numerator), _inverse(b, denominator), 1.0)
     one_plus_erf = b.select(b.fcmp_ordered("<", scaled, splat(b, -end)), splat(b, 0.0), one_plus_erf)
     return b.fmul(b.fmul(x, splat(b, 0.5)), one_plus_erf)
+
+
+LAYER_FUNCTIONS = (silu, hardswish, gelu)
+"""Activation functions that layers apply to their sums, besides clamps and PReLU."""
