@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -200,6 +200,13 @@ def search_bits(
     bits = sum(row.bits * row.values for row in rows) / total
     uniform_score = others[0] if others else math.nan
     return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, best, uniform_score)
+
+
+def with_fewest_bits(recipe: Recipe) -> Recipe:
+    """Recipe to calibrate with: passes for weights of few bits, such as `gptq`, read more samples than others."""
+    if recipe.config.weight is None or recipe.config.activation is not None:
+        return recipe
+    return replace(recipe, config=replace(recipe.config, weight=SPECS[_MEASURED]))
 
 
 def _recipe(recipe: Recipe, weights: Sequence[_Weight], chosen: Sequence[str]) -> Recipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from dataclasses import replace
 from numbers import Real
 from typing import Any, overload
 
@@ -18,7 +19,7 @@ from fxq.errors import InputError, RecipeError, TraceError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tuning.bisection import Bisection, blamed
-from fxq.tuning.bits import BitsResult, bits_of, search_bits
+from fxq.tuning.bits import BitsResult, bits_of, search_bits, with_fewest_bits
 from fxq.tuning.parts_trials import PartsTrials
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
@@ -161,7 +162,9 @@ def search(
         raise InputError("search takes either a target or a budget.")
     if budget is not None:
         most = bits_of(budget)
-        trials = calibrated_trials(model, recipe, data, metric, progress)
+        chosen = as_recipe(recipe)
+        trials = calibrated_trials(model, with_fewest_bits(chosen), data, metric, progress)
+        trials.recipe = replace(trials.recipe, config=chosen.config)
         with progress_bar("searching", None, progress) as advance:
             return search_bits(trials, most, executor, advance)
     target_value: Any = target
