@@ -65,7 +65,7 @@ def plans(words, most=6, state=STATE_PLANS, optional=EITHER):
     return st.builds(ProgramPlan, layers, CONTAINERS, st.integers(0, 3), state, optional)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS, state=NO_STATE, optional=NEVER))
 def test_random_programs(plan):
     check_float(plan)
@@ -77,13 +77,13 @@ def test_random_programs_on_integers(plan):
     check(plan, INT8, 12.0)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4, state=NO_STATE, optional=NEVER))
 def test_random_programs_with_state(plan):
     check_float(plan)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS, most=2), recipe=st.sampled_from(list(RECIPES)), use=st.sampled_from(list(USES)))
 def test_random_programs_with_state_in_containers(plan, recipe, use):
     check(plan, RECIPES[recipe], MIN_SQNR_DB.get(recipe, 12.0), use)

@@ -72,10 +72,10 @@ def test_the_cache_is_not_copied_for_each_token():
         qmodel = fxq.quantize(generator("Llama", num_hidden_layers=1, max_position_embeddings=1024), recipe)
         cache, copied, memory = transformers.DynamicCache(config=qmodel.config), 0, None
         with torch.no_grad():
-            for i in range(400):
+            for i in range(200):
                 cache = qmodel(IDS[:1, i % 7 : i % 7 + 1], past_key_values=cache).past_key_values
                 (keys, _) = states(cache)
                 stored = keys.integers if isinstance(keys, QuantizedRows) else keys
                 copied += stored.shape[2] if stored.untyped_storage().data_ptr() != memory else 0
                 memory = stored.untyped_storage().data_ptr()
-        assert copied < 4 * 400
+        assert copied < 4 * 200

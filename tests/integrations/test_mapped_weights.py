@@ -63,6 +63,7 @@ def ledgers(model):
     return [str(program.ledger) for program in programs.programs.values()] if programs else [str(model.ledger)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_folder_of_transformers_is_quantized_as_the_model_in_memory(bits, tmp_path):
     model = llama(tied=bits == 8)

@@ -39,6 +39,7 @@ def pair(request):
     return model, fxq.quantize(model, INT8), inner
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [lambda q, folder: q, lambda q, folder: copy.deepcopy(q), "pickle", "file"])
 def test_numbers_of_parameters_are_those_of_the_float_model(pair, way, tmp_path):
     model, qmodel, inner = pair

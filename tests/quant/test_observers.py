@@ -266,7 +266,7 @@ def test_range_may_jump(name):
 
 @pytest.mark.parametrize("name", EXACT)
 @given(data=batches, seed=st.randoms())
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=27, deadline=None)
 def test_streaming_is_one_shot_in_any_order(name, data, seed):
     everything = torch.cat(data)
     shuffled = everything[torch.tensor(seed.sample(range(len(everything)), len(everything)))]
@@ -278,7 +278,7 @@ def test_streaming_is_one_shot_in_any_order(name, data, seed):
 
 @pytest.mark.parametrize("name", EXACT)
 @given(a=batches, b=batches, c=batches)
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=18, deadline=None)
 def test_merge_is_seeing_both_and_commutes_and_associates(name, a, b, c):
     def merged(*parts: Observer) -> Observer:
         first = copy.deepcopy(parts[0])

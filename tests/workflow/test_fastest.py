@@ -254,6 +254,7 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
     assert q.attempts.threads == threads
 
 
+@pytest.mark.one_in(2)
 @needs_fbgemm
 @pytest.mark.parametrize(("share", "far", "count"), [(0.5, None, 2), (0.85, None, 1), (0.5, 3.0, 4), (0.85, 3.0, 2)])
 def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far, count):

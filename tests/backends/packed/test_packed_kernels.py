@@ -73,7 +73,7 @@ def int32_bias(count, x, qp, groups=1):
     return torch.round(torch.randn(count) / scale) * scale
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(st.data())
 def test_conv_of_any_shape(engine, data):
     draw = data.draw
@@ -92,7 +92,7 @@ def test_conv_of_any_shape(engine, data):
     agree(conv(image), reference(real(image, x), w, None if bias is None else bias.double(), **options), out)
 
 
-@settings(max_examples=48, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(st.data())
 def test_transposed_conv_of_any_shape(engine, data):
     draw = data.draw

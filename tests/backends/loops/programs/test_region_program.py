@@ -147,7 +147,7 @@ def grown(draft, values, op, left, right):
     return draft.quantize(value, GRID)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(OPS), PLACES, PLACES), min_size=1, max_size=8), PLACES, PLACES)
 def test_regions_of_any_ops(ops, first, second):
     draft = Draft(len(ops))

@@ -149,7 +149,7 @@ def test_heads_that_are_turned(split, turn):
     assert "MoveStep" not in kinds(check(draft, draft.quantize(back)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=22)
 @given(
     batch=st.integers(1, 3), length=st.integers(1, 6), heads=st.integers(1, 5), depth=st.integers(1, 20),
     ops=st.lists(st.sampled_from(["turn", "contiguous", "qdq", "join", "split", "identity"]), max_size=7),
