@@ -173,6 +173,7 @@ def test_an_example_adds_hidden_states():
     assert len(want) == len(got) == 2 and all(sqnr(*pair) > 80 for pair in zip(want, got, strict=True))
 
 
+@pytest.mark.slow
 def test_encoder_decoders_trace_new_kinds_too():
     model = generator("T5", num_layers=1)
     qmodel = fxq.quantize(model, TRACE)

@@ -135,6 +135,7 @@ def test_calls_of_an_encoder():
     assert repr(qmodel).startswith("QuantizedBertModel(")
 
 
+@pytest.mark.slow
 def test_several_kinds_of_calls_and_data():
     """Examples of several calls give a model of the float class, also where ranges are calibrated."""
     model = bert("BertModel")

@@ -199,6 +199,7 @@ def test_weights_of_16_bits_are_quantized(dtype):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_sound_of_16_bits_is_that_of_the_model():
     """Callers convert it to the float model's dtype, in calls and calibration data."""
     model = generator("Whisper", encoder_layers=1, decoder_layers=1).to(torch.bfloat16)
@@ -280,6 +281,7 @@ def test_four_bits_leave_the_head_eight_and_use_data(tied):
     assert dict(weight_bits(program))["lm_head"] == 5.5
 
 
+@pytest.mark.slow
 def test_overrides_select_in_the_encoder_or_the_decoder():
     """Paths are those of the whole model, and the head of a model of 4 bits has 8."""
     model = generator("T5", num_layers=1)

@@ -238,6 +238,7 @@ def test_of_equals_the_first_is_taken(net, monkeypatch):
     assert fxq.quantize(model, FASTEST, data=[x]).backend == fastest_order()[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("cpus", "busy", "threads"), [(4, False, 4), (1.5, False, 1), (4, True, 1)])
 def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, threads):
     """One thread is timed then, in CPU time; `attempts` says so."""
