@@ -326,6 +326,8 @@ class QuantizedModel(Quantized):
         After each call of the model, its q/dq graph runs on the same inputs, so that the counts do not depend on the
         backend. Other threads may call the model meanwhile: their calls are not counted, and not slower.
 
+        In quantized ONNX files, the lower end of a grid often replaces a ReLU: its zeros count as clipped below there.
+
         Args:
             data: batches, as for `fxq.quantize`.
 
