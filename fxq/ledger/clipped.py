@@ -147,8 +147,11 @@ class _Graph:
         self.counts = {node: _Counts(info(node).path) for node in grids if _is_fixed(self.gm, node)}
         self.dynamic = len(grids) - len(self.counts)
 
-    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy the inputs of a call, as a forward pre-hook: the call may change them."""
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        """Copy the inputs of a call, as a forward pre-hook: the call may change them.
+
+        PyTorch omits `kwargs` in a call of another thread that began before the hook was removed.
+        """
         if threading.get_ident() == self.thread:
             self.batch = copied(Batch(args, kwargs))
 

@@ -7,6 +7,7 @@ from torch import nn
 import fxq
 from fxq.api import run_passes
 from fxq.quant.qparams import STORED_GRID, QParams
+from tests.support.machine import WITH_8_BITS
 
 
 class Quantized(nn.Module):
@@ -31,7 +32,7 @@ class Quantized(nn.Module):
         return self.grid(self.layer(x), 2.0, 110)
 
 
-def quantized(between, signed=False, backend="x86"):
+def quantized(between, signed=False, backend=WITH_8_BITS):
     torch.manual_seed(0)
     model = Quantized(between, signed).eval()
     x = torch.randn(3, 4) * 3
@@ -101,7 +102,7 @@ def test_a_changed_weight_does_not_run_on_its_old_grid():
     assert torch.equal(qmodel(x), model(x))
 
 
-@pytest.mark.parametrize("backend", ["reference", "x86"])
+@pytest.mark.parametrize("backend", sorted({"reference", WITH_8_BITS}))
 def test_grids_of_fewer_integers_than_their_type_stay_narrow(backend):
     class Narrow(Quantized):
         def grid(self, x, scale, zero):

@@ -16,6 +16,8 @@ BITS = 8 if cpu.has_vnni() else 7
 QMAX = 2**BITS - 1
 """Largest integer of such an activation."""
 X86 = fxq.Recipe.static(backend="x86")
+WITH_8_BITS = "x86" if cpu.has_vnni() else "reference"
+"""Backend whose kernels take 8 bits of both activations and weights on this machine, as stored grids have them."""
 needs_x86 = pytest.mark.skipif(not cpu.has_onednn_int8(), reason="needs the oneDNN int8 kernels")
 needs_vnni = pytest.mark.skipif(not cpu.has_vnni(), reason="8-bit activations need a CPU with VNNI")
 

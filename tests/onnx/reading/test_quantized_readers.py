@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import fxq
 from fxq.quant.dynamic_grid import ROUND_TO_RANGE
 from fxq.quant.qparams import STORED_GRID
+from tests.support.machine import WITH_8_BITS
 from tests.support.onnx_text import parsed, reference
 
 onnx = pytest.importorskip("onnx")
@@ -71,7 +72,7 @@ def quantized_by_onnx_runtime(float_file, form, activations):
 def test_a_file_of_onnx_runtimes_quantizer_runs_on_its_integers(float_file, form, activations):
     path = quantized_by_onnx_runtime(float_file, form, activations)
     x = inputs(9)[8]
-    qmodel = fxq.quantize(str(path), fxq.Recipe.stored(backend="x86"), example_inputs=x)
+    qmodel = fxq.quantize(str(path), fxq.Recipe.stored(backend=WITH_8_BITS), example_inputs=x)
     assert not qmodel.ledger.count("float"), str(qmodel.ledger)
     assert qmodel.ledger.count("int8") >= 6  # layers, sum, sigmoid and the average
     last = list(onnx.load(path).graph.initializer)
@@ -135,7 +136,7 @@ def test_scales_of_a_transposed_weight_go_with_their_channels(dtype):
     assert (grid.axis, grid.qmin, grid.zero_point.tolist()) == (0, -127, [0, 0, 0])  # unsigned around 128 is signed
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.2, 0.3]))
     x = torch.randn(5, 4) * 3
-    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="x86"), example_inputs=x)
+    qmodel = fxq.quantize(model, fxq.Recipe.stored(backend=WITH_8_BITS), example_inputs=x)
     assert qmodel.ledger.count("int8") == 1
     assert torch.equal(qmodel(x), model(x))
 
