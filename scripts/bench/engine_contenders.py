@@ -1,4 +1,4 @@
-"""The contenders of bench_engines.py: what makes a network ready to run, in float or quantized, on one thread.
+"""Contenders of `scripts.bench.engines`: they make a network ready, in float or quantized, on PyTorch's threads.
 
 Each gets its best form: constant shapes wherever its tools allow, no copies of inputs and outputs, the memory format
 that suits it. Where nothing else is said, a tool runs with its own defaults.
@@ -221,5 +221,5 @@ CONTENDERS: dict[str, Contender] = {
     "torch.ao": torch_ao_best,
     "onnxruntime quantizer": onnxruntime_own,
     "nncf": nncf_openvino,
-    **{f"fxq {backend}": own(backend) for backend in ("x86", "jit", "openvino", "onnxruntime", "fastest")},
+    **{f"fxq {backend}": own(backend) for backend in ("auto", "x86", "jit", "openvino", "onnxruntime", "fastest")},
 }

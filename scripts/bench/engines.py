@@ -4,6 +4,7 @@
     python -m scripts.bench.engines --batch 1 --batch 8             batch 8, too
     python -m scripts.bench.engines --only unet --contender fxq     one network, those whose name starts so
     python -m scripts.bench.engines --json numbers.json             the numbers to a file, and into one that is there
+    python -m scripts.bench.engines --threads 2                     on two threads
     python -m scripts.bench.engines --folder /path                  where NNCF is: pip install --target /path nncf
 
 Each contender has a process of its own, so that engines do not disturb each other; they run in turns, in an order drawn
@@ -75,24 +76,41 @@ class Cell:
         return self.ms is not None and (self.sqnr is None or self.sqnr >= RIGHT)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        cpu_time: least CPU time of a call, in place of the median time.
+        threads: number of threads of a contender.
+        seconds: how long each contender is timed.
+        folders: where other tools are installed.
+    """
+
+    cpu_time: bool
+    threads: int
+    seconds: float
+    folders: Sequence[Path]
+
+
 # ---- in the process of a contender
 
 
-def serve(pipe: Connection, network: str, batch: int, contender: str, cpu_time: bool, folders: Sequence[Path]) -> None:
+def serve(pipe: Connection, network: str, batch: int, contender: str, settings: Settings) -> None:
     """Make a network ready, say how that went, and then time calls for as many seconds as is asked, until None comes.
 
     The answers are the note, the seconds to get ready and the SQNR, or a text: why it failed; then lists of seconds.
     """
-    sys.path += map(str, folders)  # after installed packages
+    sys.path += map(str, settings.folders)  # after installed packages
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tools print progress bars
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    clock = time.process_time if cpu_time else time.perf_counter
+    torch.set_num_threads(settings.threads)
+    clock = time.process_time if settings.cpu_time else time.perf_counter
     try:
         case = CASES[network]().timed_at(batch)
-        start = time.perf_counter()
+        start = clock()
         runner = CONTENDERS[contender](case)
-        took = time.perf_counter() - start
+        took = clock() - start
         parts = [part for part in case.fresh.split(batch) if len(part) == batch] or [case.timed]
         with torch.no_grad():
             reference = torch.cat([case.model(part) for part in parts])
@@ -136,12 +154,12 @@ class Process:
     times: list[float] = field(default_factory=list)
 
     @classmethod
-    def start(cls, cell: Cell, cpu_time: bool, folders: Sequence[Path]) -> Process:
+    def start(cls, cell: Cell, settings: Settings) -> Process:
         """Start it, and wait until it is ready or has failed."""
         context = _context()
         pipe, child_end = context.Pipe()
         about = (cell.network, cell.batch, cell.contender)
-        worker = context.Process(target=serve, args=(child_end, *about, cpu_time, folders), daemon=True)
+        worker = context.Process(target=serve, args=(child_end, *about, settings), daemon=True)
         worker.start()
         child_end.close()  # so that a process that dies is an end of file here
         try:
@@ -191,18 +209,16 @@ def _exit_code(worker: multiprocessing.process.BaseProcess) -> int | None:
     return worker.exitcode
 
 
-def measured(
-    network: str, batch: int, contenders: Iterable[str], seconds: float, cpu_time: bool, folders: Sequence[Path]
-) -> list[Cell]:
+def measured(network: str, batch: int, contenders: Iterable[str], settings: Settings) -> list[Cell]:
     """All contenders on one network: made ready one after the other, then timed in turns."""
     order = random.Random(0)
-    processes = [Process.start(Cell(network, batch, name), cpu_time, folders) for name in contenders]
+    processes = [Process.start(Cell(network, batch, name), settings) for name in contenders]
     for _ in range(ROUNDS):
         running = [process for process in processes if not process.failed]
         order.shuffle(running)
         for process in running:
-            process.turn(seconds / ROUNDS)
-    return [process.end(cpu_time) for process in processes]
+            process.turn(settings.seconds / ROUNDS)
+    return [process.end(settings.cpu_time) for process in processes]
 
 
 # ---- what is printed and kept
@@ -253,7 +269,7 @@ def summary(cells: Iterable[Cell]) -> str:
     return tabulate(rows, headers=headers, floatfmt=("", "", ".3f", "", ".3f", "", ".2f"))
 
 
-def machine(cpu_time: bool) -> dict[str, str]:
+def machine(settings: Settings) -> dict[str, str]:
     """Description of the machine and the settings that the numbers belong to."""
     about = fxq.doctor(["reference"], progress=False).machine
     facts = {name: about[name] for name in ("CPU", "vectors", "VNNI", "AMX", "torch")}
@@ -262,7 +278,8 @@ def machine(cpu_time: bool) -> dict[str, str]:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = "not installed"
-    return {**facts, "fxq": fxq.__version__, "times": f"{CLOCKS[cpu_time]}, one thread"}
+    threads = "one thread" if settings.threads == 1 else f"{settings.threads} threads"
+    return {**facts, "fxq": fxq.__version__, "times": f"{CLOCKS[settings.cpu_time]}, {threads}"}
 
 
 def read(path: Path, about: dict[str, str]) -> dict[tuple[str, int, str], Cell]:
@@ -279,11 +296,14 @@ def read(path: Path, about: dict[str, str]) -> dict[tuple[str, int, str], Cell]:
     return {(cell.network, cell.batch, cell.contender): cell for cell in (Cell(**row) for row in data["cells"])}
 
 
-def for_history(cells: Sequence[Cell]) -> Iterator[tuple[str, str, float, str]]:
-    """Milliseconds and SQNR of each contender that ran, and the time of fxq's to that of the best other."""
+def for_history(cells: Sequence[Cell], settings: Settings) -> Iterator[tuple[str, str, float, str]]:
+    """Milliseconds and SQNR of each contender that ran, the time of fxq's to that of the best other, and seconds."""
     best = best_other(cells)
+    threads = "" if settings.threads == 1 else f", {settings.threads} threads"
     for cell in cells:
-        case = f"{cell.network}, batch {cell.batch}, {cell.contender}"
+        case = f"{cell.network}, batch {cell.batch}, {cell.contender}{threads}"
+        if cell.seconds is not None:
+            yield case, "time to get ready", cell.seconds, "s"
         if cell.ms is not None:
             yield case, "time of a call", cell.ms, "ms"
             if best is not None and best.ms is not None and cell.contender.startswith("fxq"):
@@ -301,20 +321,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, action="append", metavar="N", help="batch size (default 1)")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each is timed (default %(default)s)")
     parser.add_argument("--cpu-time", action="store_true", help="least CPU time of a call, instead of the median time")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each contender (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="the numbers to this file, too")
     parser.add_argument("--folder", type=Path, action="append", default=[], help="where other tools are installed")
     history.add_argument(parser)
     arguments = parser.parse_args()
     sys.path += map(str, arguments.folder)
-    about = machine(arguments.cpu_time)
+    settings = Settings(arguments.cpu_time, arguments.threads, arguments.seconds, arguments.folder)
+    about = machine(settings)
     numbers: list[tuple[str, str, float, str]] = []
     cells = read(arguments.json, about) if arguments.json else {}
     contenders = [name for name in CONTENDERS if name.startswith(tuple(arguments.contender or ("",)))]
     for name in arguments.only or CASES:
         for batch in arguments.batch or [1]:
-            rows = measured(name, batch, contenders, arguments.seconds, arguments.cpu_time, arguments.folder)
+            rows = measured(name, batch, contenders, settings)
             print(table(rows) + "\n", flush=True)
-            numbers += for_history(rows)
+            numbers += for_history(rows, settings)
             cells.update({(cell.network, cell.batch, cell.contender): cell for cell in rows})
             if arguments.json:
                 data = {"machine": about, "cells": [asdict(cell) for cell in cells.values()]}
