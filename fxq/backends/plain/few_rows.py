@@ -19,8 +19,6 @@ MAX_ROWS = 16
 """Maximum number of rows for which the loop is used. For more rows, converting the weight first is faster."""
 _CHUNK = 32
 """Bytes of a row of the weight that the loop converts at once. They have one scale."""
-_MANY_ROWS_SPAN = 4
-"""Minimum number of chunks with one scale for which the integers of many rows are multiplied faster than floats."""
 _MIN_PART_BYTES = 1 << 15
 """Minimum number of bytes of the weight that each thread reads."""
 _SUMMED_ELEMENTS = 1 << 20
@@ -77,11 +75,6 @@ class FewRowsProduct:
         outputs, row_bytes = self._constants[0].shape
         count = max(min(threads, outputs * row_bytes // _MIN_PART_BYTES), 1)
         return list(pairwise([outputs * k // count // _PART_UNIT * _PART_UNIT for k in range(count)] + [outputs]))
-
-    @property
-    def suits_many_rows(self) -> bool:
-        """Whether `of_integers` is faster than a product of floats for any number of rows."""
-        return bool(self._loops.HAS_ROW_DOT) and self._after[-1] >= _MANY_ROWS_SPAN
 
     def ones(self) -> Tensor:
         """Sum of each row of the weight, float32 (O,)."""

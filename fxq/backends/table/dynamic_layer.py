@@ -15,6 +15,7 @@ from fxq.backends.by_name import kernel_named
 from fxq.backends.kernel import Kernel, PostOp, bounds, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
+from fxq.backends.plain.many_rows import ManyRowsProduct
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import VERIFIED_ROWS
 from fxq.backends.table.layer_kernel import LayerKernel
@@ -141,7 +142,7 @@ class DynamicLayer(Kernel):
         """Return a function for few rows, whose products a compiled loop adds as it reads the weight; None if none."""
         product, (layer, *_) = self.few_rows(x), self._cached("", self._prepared)
         zero = torch.tensor(float(layer.x.z), device="cpu") if zero_point is None else zero_point
-        return None if product is None else few_rows_of_integers(product, x, scale, zero, post)
+        return None if product is None else integer_product(product, x, scale, zero, post)
 
     def _in_one_loop(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Callable[..., Tensor] | None:
         """Return a function that follows the product of a linear layer by one compiled loop; None if it cannot."""
@@ -190,10 +191,14 @@ def after_sum(name: str, post: PostOp | None) -> Callable[[Tensor], Tensor] | No
     return partial(F.gelu, approximate=post.algorithm)
 
 
-def few_rows_of_integers(
-    product: FewRowsProduct, x: Tensor, scale: Tensor, zero: Tensor, after: Callable[[Tensor], Tensor] | None
+def integer_product(
+    product: FewRowsProduct | ManyRowsProduct,
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    after: Callable[[Tensor], Tensor] | None,
 ) -> Callable[..., Tensor] | None:
-    """Return the function that computes a layer for few rows of integers; None if the loop does not support the grid.
+    """Return the function that computes a layer for rows of integers; None if the loop does not support the grid.
 
     Args:
         product: product with the weight.

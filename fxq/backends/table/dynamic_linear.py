@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fxq.backends.kernel import PostOp
-from fxq.backends.plain.few_rows import FewRowsProduct
+from fxq.backends.loops.code.compiler import loops_for
+from fxq.backends.plain.many_rows import ManyRowsProduct, many_rows_refused
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import WeightOnlyLinear
-from fxq.backends.table.dynamic_layer import after_sum, at_other_rows, few_rows_of_integers
+from fxq.backends.table.dynamic_layer import after_sum, at_other_rows, integer_product
 from fxq.backends.table.kernel_table import KernelRequest
 from fxq.graph.region import Weight
 from fxq.quant.dynamic_grid import DynamicGrid
@@ -23,8 +24,8 @@ from fxq.quant.packing import BITS, pack
 class DynamicLinear(WeightOnlyLinear):
     """Linear layer on integers with dynamic scales. Values of 4 bits or fewer are stored two to a byte.
 
-    A few rows are multiplied as integers in a compiled loop, see `FewRowsProduct.of_integers`; so are many rows if each
-    scale is that of many weights. Otherwise the real values of input and weight are multiplied.
+    Rows are multiplied as integers in compiled loops, see `FewRowsProduct.of_integers` and `ManyRowsProduct`. Without
+    these, the real values of input and weight are multiplied.
 
     Args:
         post: None, a clamp or gelu.
@@ -65,14 +66,23 @@ class DynamicLinear(WeightOnlyLinear):
         """Return the function for inputs like these. See `Bindable.bind`."""
         product = self.few_rows(x) or self._of_many_rows(x)
         zero = self._zero if zero_point is None else zero_point
-        run = None if product is None else few_rows_of_integers(product, x, scale, zero, self._after)
+        run = None if product is None else integer_product(product, x, scale, zero, self._after)
         return self._in_floats if run is None else run
 
-    def _of_many_rows(self, x: Tensor) -> FewRowsProduct | None:
-        """Compiled product for many rows of integers; None if one of floats is as fast."""
+    def _of_many_rows(self, x: Tensor) -> ManyRowsProduct | None:
+        """Compiled product for many rows of integers; None if there is none, or it is not faster than one of floats."""
         fits = x.shape[-1:] == (math.prod(self.stored_weight().row),) and x.numel() > 0
-        product = self._product(x, 0) if fits else None
-        return product if product is not None and product.suits_many_rows else None
+        few = self._product(x, 0) if fits else None
+        loops = None if few is None else loops_for("many_rows_loops", 0, x, *self._buffers.values())
+        if loops is None or few is None or not loops.HAS_ROW_DOT:
+            return None
+
+        def make() -> ManyRowsProduct | None:
+            stored = self.stored_weight()
+            return None if many_rows_refused(stored) else ManyRowsProduct(loops, stored, few)
+
+        product: ManyRowsProduct | None = self._cached("many_rows", make)
+        return product
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Compute the layer.

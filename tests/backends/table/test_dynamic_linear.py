@@ -9,6 +9,7 @@ from torch import nn
 import fxq
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct
+from fxq.backends.plain.many_rows import ManyRowsProduct
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.dynamic_linear import DynamicLinear
 from tests.support.machine import needs_x86
@@ -94,12 +95,16 @@ def test_a_symmetric_grid_has_its_zero_point_in_the_kernel():
 
 @needs_numba
 @pytest.mark.parametrize("rows", [2, 40])
-@pytest.mark.parametrize("weight", [None, WEIGHTS["int4 blocks"]], ids=["int8", "int4"])
-def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, weight, monkeypatch):
-    call = FewRowsProduct.of_integers
-    monkeypatch.setattr(FewRowsProduct, "of_integers", lambda self, *args: call(self, *args) * 1.05)
-    if weight is None:
-        monkeypatch.setattr(loops("few_rows_loops"), "HAS_ROW_DOT", True)
+@pytest.mark.parametrize(
+    ("product", "weight"),
+    [(FewRowsProduct, None), (FewRowsProduct, WEIGHTS["int4 blocks"]), (ManyRowsProduct, WEIGHTS["int4 blocks"])],
+    ids=["int8", "int4", "int4, many rows"],
+)
+def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, product, weight, monkeypatch):
+    call = product.of_integers
+    monkeypatch.setattr(product, "of_integers", lambda self, *args: call(self, *args) * 1.05)
+    for module in ("few_rows_loops", "many_rows_loops"):
+        monkeypatch.setattr(loops(module), "HAS_ROW_DOT", True)
     with pytest.warns(UserWarning):
         qmodel = quantized(weight or fxq.Recipe.dynamic().config.weight, rows)
     assert qmodel.ledger.where(kind="unverified")
@@ -128,19 +133,21 @@ def test_a_row_that_is_not_finite_leaves_others_alone():
 
 @needs_numba
 @pytest.mark.parametrize("weight", ["int4 per channel", "int4 blocks"])
-def test_the_loop_of_integers_multiplies_many_rows_where_a_scale_is_that_of_many_weights(weight, monkeypatch):
+def test_a_loop_multiplies_many_rows(weight, monkeypatch):
     qmodel = quantized(WEIGHTS[weight], columns=256)
     (kernel,) = (module for module in qmodel.modules() if isinstance(module, DynamicLinear))
     x = torch.randint(0, 256, (300, 256), dtype=torch.uint8)
     scale, zero = torch.rand(300, 1) + 0.1, torch.randint(0, 256, (300, 1)).float()
-    monkeypatch.setattr(loops("few_rows_loops"), "HAS_ROW_DOT", True)
-    calls, call = [], FewRowsProduct.of_integers
-    monkeypatch.setattr(FewRowsProduct, "of_integers", lambda self, *args: calls.append(1) or call(self, *args))
     wanted = (x.double() - zero) * scale.double() @ real_weight(kernel).T + kernel.bias
-    torch.testing.assert_close(
-        kernel(x, scale, zero).double(), wanted, rtol=1e-4, atol=1e-2
-    )  # sums of values up to 1000
-    assert bool(calls) == (weight == "int4 per channel")
+    close = {"rtol": 1e-4, "atol": 1e-2}  # sums of values up to 1000
+    monkeypatch.setattr(loops("many_rows_loops"), "HAS_ROW_DOT", False)
+    calls, call = [], ManyRowsProduct.of_integers
+    monkeypatch.setattr(ManyRowsProduct, "of_integers", lambda self, *args: calls.append(1) or call(self, *args))
+    torch.testing.assert_close(kernel(x, scale, zero).double(), wanted, **close)
+    assert not calls  # products of floats are as fast without VNNI
+    monkeypatch.setattr(loops("many_rows_loops"), "HAS_ROW_DOT", True)
+    torch.testing.assert_close(kernel(x, scale, zero).double(), wanted, **close)
+    assert calls
 
 
 def test_the_ledger_shows_the_bits_of_weights_that_have_fewer_than_8():

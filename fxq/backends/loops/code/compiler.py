@@ -24,7 +24,7 @@ from fxq.backends.loops.code.cpu_kinds import VARIABLE, cpu_kind
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError, FxqError
 
-MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "token_loops", "pool_loops")
+MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "many_rows_loops", "token_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _MAX_LOOP_THREADS = 4

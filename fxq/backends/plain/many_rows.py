@@ -1,0 +1,96 @@
+"""`ManyRowsProduct`: product of many rows of integers with a low-bit weight that has a scale per block."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
+from fxq.backends.plain.few_rows import FewRowsProduct, refused
+from fxq.backends.plain.stored_weight import StoredWeight
+
+_MIN_PART_COLUMNS = 64
+"""Minimum number of columns of the result that each thread computes."""
+_WORD = 4
+"""Integers that are multiplied at once."""
+
+
+class ManyRowsProduct:
+    """Product x @ weight.T + bias for more than `MAX_ROWS` rows of integers, and the constants of its loop.
+
+    The loop unpacks some rows of the weight to int8, and multiplies all rows of the input by them.
+
+    Args:
+        loops: the module `fxq.backends.loops.code.many_rows_loops`.
+        stored: weight (O, K), for which `many_rows_refused` returns None.
+        few: product of a few rows with this weight.
+    """
+
+    def __init__(self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct) -> None:
+        weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
+        zeros = torch.empty(0) if stored.packed is None else _nibble_zeros(stored).to(torch.uint8).contiguous()
+        self._keeps = few, zeros, few.ones()
+        self._fields = [weight, scale, zeros.data_ptr(), bias, few.ones().data_ptr(), kind]
+        self._fields += [columns, outputs, row_bytes, block, scales]
+        self._loops, self._columns, self._outputs = loops, columns, outputs
+        self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
+
+    def of_integers(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the product, float32 (..., O). See `FewRowsProduct.of_integers`.
+
+        Args:
+            x: uint8 (..., K), more than `MAX_ROWS` rows.
+            scale: contiguous float32, with one element or one for each row.
+            zero_point: likewise, whole numbers.
+        """
+        x = x.contiguous()
+        y = torch.empty((*x.shape[:-1], self._outputs), dtype=torch.float32, device="cpu")
+        steps = int(scale.numel() > 1), int(zero_point.numel() > 1)
+        bases = x.data_ptr(), y.data_ptr(), x.numel() // self._columns, scale.data_ptr(), zero_point.data_ptr(), *steps
+        array, threads = (ctypes.c_int64 * len(bases))(*bases), usable_threads()
+        job, _, counts = self._job(threads)
+        if len(counts) == 0 or not run_together(job, threads, ctypes.addressof(array), 0):
+            _, table, _ = self._job(1)
+            self._loops.many_integers_part(table.data_ptr(), 1, array)
+        return y
+
+    def _job(self, threads: int) -> tuple[Job, Tensor, Tensor]:
+        """Job that divides the columns of the result among threads, and the tensors that it points to."""
+        if threads not in self._jobs:
+            unit, outputs = self._loops.COLUMNS, self._outputs
+            count = max(min(threads, outputs // _MIN_PART_COLUMNS), 1)
+            parts = list(pairwise([outputs * k // count // unit * unit for k in range(count)] + [outputs]))
+            table = torch.tensor([[*self._fields, *part] for part in parts], dtype=torch.int64, device="cpu")
+            counts = torch.tensor([len(parts)] if len(parts) > 1 else [], dtype=torch.int64, device="cpu")
+            address = code_address(self._loops.many_integers_part)
+            job = Job(address, table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.MANY_ROWS_FIELDS)
+            self._jobs[threads] = job, table, counts
+        return self._jobs[threads]
+
+
+def many_rows_refused(stored: StoredWeight) -> str | None:
+    """Why the loop does not support a weight (O, K); None if it does."""
+    why = refused(stored)
+    if why is not None:
+        return why
+    if stored.values.shape[1] % _WORD:
+        return f"the bytes of a row of its weight are no multiple of {_WORD}"
+    if stored.packed is None:
+        is_symmetric = stored.values.dtype == torch.int8 and stored.zero_point is None
+        return None if is_symmetric else "its 8-bit values are unsigned or have zero points"
+    if stored.row[0] % 2:
+        return "a row of its weight has an odd number of values"
+    zero = _nibble_zeros(stored)
+    return None if bool(((zero >= 0) & (zero <= 15)).all()) else "its zero points are no values of 4 bits"
+
+
+def _nibble_zeros(stored: StoredWeight) -> Tensor:
+    """Zero points of 4-bit values, which are counted from the lowest value: int64, (O,) or (O, blocks)."""
+    assert stored.scale is not None  # as of all that `refused` allows
+    zero = torch.zeros_like(stored.scale) if stored.zero_point is None else stored.zero_point
+    zero = zero.to(torch.int64) + (8 if stored.signed else 0)
+    return zero.expand(len(stored.values)) if stored.block is None else zero
