@@ -236,7 +236,7 @@ def _quickest_cut(
     if float_seconds > MAX_FLOAT_RATIO * all_integers_seconds:
         cuts.pop()
     cuts = [cut for i, cut in enumerate(cuts) if cut not in cuts[:i]]
-    changes = [partial(_move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
+    changes = [partial(move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
     return cuts[quickest(rewriter.gm, rewriter.context, changes) if len(cuts) > 1 else 0]
 
 
@@ -263,7 +263,7 @@ def _apply_price(
             run_in_float(rewriter, node, kind, UNREAD if is_idle else slower, COVERAGE)
 
 
-def _move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
+def move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.Node, fx.Node]) -> None:
     """Move ops to float in a copy of the graph, to time it.
 
     Args:

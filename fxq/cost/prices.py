@@ -56,7 +56,7 @@ def priced_ops(
         if not prober.can_price(region):
             ops.append(unmeasured)
             continue
-        if not prober.measures:
+        if not prober.measures and prober.own_cost(region) is None:
             ops.append(_estimated(gm, node, regions, prober) or unmeasured)
             continue
         is_measured = prober.knows(region)
@@ -68,6 +68,29 @@ def priced_ops(
         if not is_measured:
             advance()
     return ops
+
+
+def least_share(gm: fx.GraphModule, prober: Prober) -> tuple[float, list[fx.Node]]:
+    """Return the least time of a qdq graph, relative to all possible ops on integers, and the ops in float then.
+
+    By prices, with those conversions that the choice of ops needs. Nothing is measured. If no price of an op is known,
+    the time is 0.
+
+    Args:
+        gm: module of the qdq graph.
+        prober: source of the prices, which does not measure.
+    """
+    nodes = list(gm.graph.nodes)
+    regions = regions_of(gm, nodes)
+    ops = [op for op in priced_ops(gm, regions, prober, lambda: None) if op.source]
+    if not ops:
+        return 0.0, []
+    keys = {op.key for op in ops}
+    known = {node: region for node, region in regions.items() if node in keys}
+    values = priced_values(gm, nodes, known, prober)
+    integers = cheapest(ops, values)
+    every, least = (seconds_of(choice, ops, values) for choice in (keys, integers))
+    return (least / every if every else 0.0), [node for node in known if node not in integers]
 
 
 def choose_by_price(

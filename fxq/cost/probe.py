@@ -52,14 +52,14 @@ class Prober:
 
     def estimate(self, gm: fx.GraphModule, region: Region) -> tuple[float, float] | None:
         """Seconds on integers and in float by the price table; None if it has none, or the backend has prices."""
-        if self.table is None or self._own(region) is not None:
+        if self.table is None or self.own_cost(region) is not None:
             return None
         int8, real = self.table.kernel_seconds(gm, region), self.table.float_seconds(gm, region)
         return None if int8 is None or real is None else (int8, real)
 
     def estimate_float(self, gm: fx.GraphModule, region: Region) -> float | None:
         """Seconds in float by the price table; None as for `estimate`."""
-        return None if self.table is None or self._own(region) is not None else self.table.float_seconds(gm, region)
+        return None if self.table is None or self.own_cost(region) is not None else self.table.float_seconds(gm, region)
 
     def is_sound(self, region: Region) -> bool:
         """Whether the measured rounds of a region agree, both as a kernel and in float."""
@@ -75,7 +75,7 @@ class Prober:
         """
         if self.own is not None and is_op(region.node, *CONVERSIONS):
             return self.own.conversion * _MICRO * math.prod(info(region.node).shape or ())
-        own = self._own(region) if ops is None else None
+        own = self.own_cost(region) if ops is None else None
         if own is not None and own.int8_us is not None:
             return _MICRO * own.int8_us
         return self.costs.seconds(
@@ -92,7 +92,7 @@ class Prober:
             region: the region.
             counts: the numbers of ops to choose from.
         """
-        if self._own(region) is not None:
+        if self.own_cost(region) is not None:
             return max(counts)
         parts = {ops: ops if ops < len(region.calls) else None for ops in counts}
         keys = [self._kernel_key(region, part) for part in parts.values()]
@@ -111,7 +111,7 @@ class Prober:
 
     def real(self, gm: fx.GraphModule, region: Region) -> float:
         """Seconds of the ops of a region in float, with float weights, on random values."""
-        own = self._own(region)
+        own = self.own_cost(region)
         if own is not None:
             return _MICRO * own.float_us
         return self.costs.seconds(_float_key(region), lambda: _float_form(gm, region))
@@ -119,13 +119,14 @@ class Prober:
     def can_price(self, region: Region) -> bool:
         """Whether the backend has priced a region, or all its inputs and outputs are tensors."""
         values = (*values_of(region.node), *region.node.all_input_nodes)
-        return self._own(region) is not None or all(info(value).is_tensor for value in values)
+        return self.own_cost(region) is not None or all(info(value).is_tensor for value in values)
 
     def knows(self, region: Region) -> bool:
         """Whether the prices of a region are known already."""
-        return self._own(region) is not None or all(key in self.costs for key in self.keys(region))
+        return self.own_cost(region) is not None or all(key in self.costs for key in self.keys(region))
 
-    def _own(self, region: Region) -> Cost | None:
+    def own_cost(self, region: Region) -> Cost | None:
+        """Cost of a region by the backend's own prices; None without these."""
         return self.own.ops.get(region.node) if self.own is not None else None
 
     def keys(self, region: Region) -> tuple[str, str]:

@@ -31,6 +31,26 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
         context: holds the example and the backend.
         changes: the changes to compare.
     """
+    best: int | None = None
+    times = _times(gm, context, changes)
+    for i, seconds in times.items():
+        if best is None or MIN_SPEEDUP * seconds < times[best]:
+            best = i
+    return best or 0
+
+
+def time_ratio(gm: fx.GraphModule, context: Context, change: Change) -> float:
+    """Return the time of a qdq graph with a change relative to the unchanged one, both lowered. See `quickest`.
+
+    Raises:
+        KeyError: one of them fails to run.
+    """
+    times = _times(gm, context, [lambda rewriter, copies: None, change])
+    return times[1] / times[0]
+
+
+def _times(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) -> dict[int, float]:
+    """Least seconds of a call on the example with each of the changes, by index, for those that run."""
     calls: dict[str, Callable[[], object]] = {}
     example = copied(context.example)  # a model may change its inputs in place
     args, kwargs = example.args, example.kwargs
@@ -43,9 +63,4 @@ def quickest(gm: fx.GraphModule, context: Context, changes: Sequence[Change]) ->
                 log.debug("a choice of ops cannot be timed: %s: %s", type(error).__name__, error)
                 continue
             calls[str(i)] = lambda lowered=lowered: lowered(*args, **kwargs)  # type: ignore[misc]
-        times = interleaved(calls, lambda: None, shortest=True)
-    best: str | None = None
-    for name, seconds in times.items():
-        if best is None or MIN_SPEEDUP * seconds < times[best]:
-            best = name
-    return int(best or 0)
+        return {int(i): seconds for i, seconds in interleaved(calls, lambda: None, shortest=True).items()}

@@ -147,11 +147,14 @@ def convert_all(
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     errors: dict[int, Exception] = {}
     trials, times = _trials(candidates, lower, example, threads)
-    leader: tuple[str, float] | None = None  # backend and microseconds of the fastest accurate model so far
+    leader: tuple[int, float] | None = None  # index and microseconds of the fastest accurate model so far
     for i in sorted(tries, key=lambda i: times.get(i, math.inf)):
-        if leader is not None and i in trials and _cannot_win(trials[i], times[i], leader[1]):
-            tries[i] = replace(tries[i], why=_slower(times[i], *leader))
-            continue
+        if leader is not None and i in trials:
+            # of models that are as fast, the earliest is kept
+            limit_us = leader[1] * (MAX_TIE_RATIO if i < leader[0] else 1 / MAX_TIE_RATIO)
+            if _cannot_win(trials[i], times[i], limit_us):
+                tries[i] = replace(tries[i], why=_slower(times[i], tries[leader[0]].backend, leader[1]))
+                continue
         trials.pop(i, None)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -166,7 +169,7 @@ def convert_all(
         tries[i] = replace(tries[i], int8=model.ledger.count("int8"), sqnr=model.output_sqnr)
         if trials and not _is_inaccurate(model.output_sqnr, min_sqnr):
             us = _times({i: partial(model, *batch.args, **batch.kwargs)}, threads)[i]
-            leader = (tries[i].backend, us) if leader is None or us < leader[1] else leader
+            leader = (i, us) if leader is None or us < leader[1] else leader
     if not models:
         raise errors[min(errors)]
     trials.clear()
@@ -212,14 +215,14 @@ def _times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int,
     return {int(i): 1e6 * min(seconds) for i, seconds in times.items()}
 
 
-def _cannot_win(trial: Trial, us: float, leader_us: float) -> bool:
-    """Whether a backend, by estimate, stays slower than the leading one with ops in float where that is faster."""
-    if us <= MAX_TIE_RATIO * leader_us or us > MAX_TRIAL_RATIO * leader_us:
-        return us > MAX_TRIAL_RATIO * leader_us
+def _cannot_win(trial: Trial, us: float, limit_us: float) -> bool:
+    """Whether a backend, by estimate, takes more than `limit_us` even with ops in float where that is faster."""
+    if us <= limit_us or us > MAX_TRIAL_RATIO * limit_us:
+        return us > limit_us
     try:
         with torch.no_grad(), without_autocast(), threads_set_to(1), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return us * trial.least_share() > MAX_TIE_RATIO * leader_us
+            return us * trial.least_share() > limit_us
     except Exception as error:  # engines may raise anything; the conversion reports it
         log.debug("no prices of a trial: %s", error)
         return False
@@ -228,7 +231,8 @@ def _cannot_win(trial: Trial, us: float, leader_us: float) -> bool:
 def _slower(us: float, leader: str, leader_us: float) -> str:
     """Reason why a backend is not converted."""
     times = f"{us / 1e3:.2f} ms, and {leader} {leader_us / 1e3:.2f} ms"
-    return f"not converted: with all possible ops on integers it takes {times}"
+    kept = f"; {leader} is kept unless another is {MAX_TIE_RATIO:g} times as fast" if us < leader_us else ""
+    return f"not converted: with all possible ops on integers it takes {times}{kept}"
 
 
 def _fastest(
@@ -255,8 +259,8 @@ def _fastest(
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
 MAX_TRIAL_RATIO = 2.0
-"""Time relative to the leading backend, with all possible ops on integers, above which a backend is not converted: that
-some of its ops may run in float, by price, will hardly make up for it. Below it, the backend's prices decide."""
+"""Time with all possible ops on integers, relative to that which a backend must not exceed, above which it is not
+converted: that some of its ops may run in float, by price, will hardly make up for it. Below it, its prices decide."""
 
 
 def _threads() -> int:

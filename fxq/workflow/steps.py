@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -22,8 +23,9 @@ from fxq.common.file_kinds import no_module
 from fxq.common.names import check_names, is_writable
 from fxq.common.train_mode import first_in_train_mode
 from fxq.cost.cache import machine_costs
-from fxq.cost.prices import regions_of
+from fxq.cost.prices import least_share
 from fxq.cost.probe import Prober
+from fxq.cost.whole import time_ratio
 from fxq.errors import InputError, RecipeError, warn
 from fxq.graph.info import info, set_info
 from fxq.graph.program import IsolatedGraph
@@ -35,6 +37,7 @@ from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.reduce_range import run_with_reduced_range
 from fxq.model import QuantizedModel
+from fxq.passes.fallback import move_to_float
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import PassManager, is_own
@@ -263,21 +266,16 @@ class Trial:
     def least_share(self) -> float:
         """Estimated share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
-        By the backend's own prices of ops, or by the price table. Conversions between integers and floats, which ops in
-        float need or save, are taken to change in the same ratio.
+        By the price table, or by the backend's own prices of ops. These are from an engine that fuses ops: it is timed
+        with the ops in float that the prices propose.
         """
         gm, context = self.manager.gm, self.manager.context
-        prices = context.backend.prices(gm, context.example)
-        if prices is not None:
-            pairs = [(cost.int8_us or cost.float_us, cost.float_us) for cost in prices.ops.values()]
-        else:
-            prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
-            estimates = [prober.estimate(gm, region) for region in regions_of(gm, list(gm.graph.nodes)).values()]
-            pairs = [pair for pair in estimates if pair is not None]
-            if len(pairs) < len(estimates):
-                return 0.0
-        int8 = sum(pair[0] for pair in pairs)
-        return sum(map(min, pairs)) / int8 if int8 else 0.0
+        prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
+        prober.own = context.backend.prices(gm, context.example)
+        share, floats = least_share(gm, prober)
+        if prober.own is None or not floats:
+            return share
+        return time_ratio(gm, context, partial(move_to_float, floats))
 
 
 def all_on_integers(

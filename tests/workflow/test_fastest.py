@@ -15,8 +15,9 @@ from fxq.backends.base import Prices
 from fxq.backends.by_name import fastest_order
 from fxq.backends.packed.quantized_tensors import has_engine
 from fxq.common.metrics import sqnr
+from fxq.cost import whole
 from fxq.cost.probe import Prober
-from fxq.graph.info import Cost, info
+from fxq.graph.info import Cost, info, precision_of
 from fxq.workflow import fastest
 from fxq.workflow.steps import Trial, all_on_integers, converted
 from tests.support.graphs import equal
@@ -262,10 +263,10 @@ def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far
     """With prices, backends are timed before they are converted, and the quickest is converted first.
 
     Others are converted if they would be faster with the share of their time that prices leave: 0.85 of 1.6 is too much
-    beside 1.0. A leader that is inaccurate rules nothing out.
+    beside 1.0. Later ones must be 1.1 times as fast. A leader that is inaccurate rules nothing out.
     """
     model, x = net
-    trial = dict(zip(fastest_order(), [9.0, 2.2, 1.0, 1.6, 2.4], strict=True))
+    trial = dict(zip(fastest_order(), [9.0, 2.3, 1.0, 1.6, 2.4], strict=True))
     monkeypatch.setattr(
         fastest, "times_in_turns", lambda calls, *_: {i: [trial[fastest_order()[int(i)]]] for i in calls}
     )
@@ -302,13 +303,40 @@ def test_a_trial_fits_nothing_and_bounds_what_float_ops_gain(net, monkeypatch):
     backend = trial.manager.context.backend
     assert backend.prices(trial.manager.gm, trial.manager.context.example) is None
     assert 0.0 <= trial.least_share() <= 1.0  # by the price table; 0 for CPUs without one
+    monkeypatch.setattr(Prober, "_estimate", lambda prober, conversion, elements: 0.0)
     monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: (4.0, 1.0))
     assert trial.least_share() == 0.25
+    monkeypatch.setattr(Prober, "_estimate", lambda prober, conversion, elements: 9.0)
+    second = [node for node in trial.manager.gm.graph.nodes if precision_of(node) == "int8"][1]
+    monkeypatch.setattr(
+        Prober, "estimate", lambda prober, gm, region: (4.0, 1.0) if region.node is second else (1.0, 99.0)
+    )
+    assert trial.least_share() == 1.0  # conversions around it would take longer than float saves
     monkeypatch.setattr(Prober, "estimate", lambda prober, gm, region: None)
     assert trial.least_share() == 0.0
-    costs = dict(enumerate([Cost(2.0, 1.0), Cost(1.0, 3.0), Cost(4.0)]))  # 1 + 1 + 4 of 1 + 3 + 4 microseconds
-    monkeypatch.setattr(type(backend), "prices", lambda *_: Prices(costs))
+
+
+def test_the_mix_that_an_engine_prices_best_is_timed_in_a_trial(net, monkeypatch):
+    model, x = net
+    observed = fxq.prepare(model, fxq.Recipe.static(backend="x86"), example_inputs=x)
+    observed(x)
+    trial = all_on_integers(observed)
+    nodes = [node for node in trial.manager.gm.graph.nodes if precision_of(node) == "int8"]
+    costs = {node: Cost(1.0 if i else 9.0, 2.0) for i, node in enumerate(nodes)}  # all but the first in float
+    monkeypatch.setattr(type(trial.manager.context.backend), "prices", lambda *_: Prices(costs, 0.0))
+    mixes = []
+
+    def timed(calls, *_, **__):
+        mixes.extend(calls.values())
+        return {"0": 2.0, "1": 1.5}
+
+    monkeypatch.setattr(whole, "interleaved", timed)
     assert trial.least_share() == 0.75
+    every, mix = (call() for call in mixes)
+    assert sqnr(every, trial.lowered(x)) > 60 and not torch.equal(every, mix) and sqnr(model(x), mix) > 20
+    slow_floats = Prices(dict.fromkeys(nodes, Cost(9.0, 2.0)), 0.0)
+    monkeypatch.setattr(type(trial.manager.context.backend), "prices", lambda *_: slow_floats)
+    assert trial.least_share() == 1.0 and len(mixes) == 2  # all on integers is the best mix
 
 
 @needs_fbgemm
