@@ -86,11 +86,11 @@ def least_share(gm: fx.GraphModule, prober: Prober) -> tuple[float, list[fx.Node
     if not ops:
         return 0.0, []
     keys = {op.key for op in ops}
-    known = {node: region for node, region in regions.items() if node in keys}
-    values = priced_values(gm, nodes, known, prober)
+    priced = {node: region for node, region in regions.items() if node in keys}
+    values = priced_values(gm, nodes, priced, prober)
     integers = cheapest(ops, values)
     every, least = (seconds_of(choice, ops, values) for choice in (keys, integers))
-    return (least / every if every else 0.0), [node for node in known if node not in integers]
+    return (least / every if every else 0.0), [node for node in priced if node not in integers]
 
 
 def choose_by_price(
