@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -294,6 +294,13 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
     name, prefix = cache_name(model), "decoder_" if model.config.is_encoder_decoder else ""
     cache = example.kwargs[name]
     layers = (cache.self_attention_cache if prefix else cache).layers
+    foreign_layer = next((layer for layer in layers if not isinstance(getattr(layer, "keys", None), Tensor)), None)
+    if foreign_layer is not None:
+        raise InputError(
+            f"the cache of {type(model).__name__} has layers of type {type(foreign_layer).__name__}, whose states are not keys "
+            "and values. Quantize its linear layers as parts: fxq.quantize(model, fxq.Recipe.weight_only().parts"
+            '("**.*_proj"), example_inputs={"input_ids": ids}).'
+        )
     sizes = tuple(
         ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])) for layer in layers
     )

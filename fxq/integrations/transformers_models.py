@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.errors import InputError
+from fxq.graph.info import info
 from fxq.integrations.transformers_shell import CHANGED_TOO_LATE, PROGRAMS, placeholders, shell_of
 from fxq.programs.quantized_programs import QuantizedPrograms
 from fxq.saved.records import to_plain
@@ -30,6 +32,8 @@ MODEL_FILE, ENCODER_FILE = "model.fxq.safetensors", "encoder.fxq.safetensors"
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that forward's argument for the cache has had."""
+_KEYS_OR_VALUES = re.compile(r"cache_layers_\d+_(keys|values)")
+"""Names of the inputs of a program that hold the cache of a decoder."""
 _FURTHER_RESULTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Options for further results. A call that sets one has a form of its own."""
 
@@ -222,7 +226,7 @@ class QuantizedPart:
         """Export the weights to a folder that transformers, vLLM and others load.
 
         Linear layers have the integers, scales and zero points of this model. The head, embeddings and all others are
-        float32. For files of programs, such as .onnx, call `programs.export`.
+        float32. For .onnx and other files of programs, export a program of `programs`; see also `dynamic_axes`.
 
         Args:
             path: the folder. It is created if it does not exist.
@@ -312,6 +316,40 @@ class QuantizedGenerator(QuantizedPart):
                 call["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(call["labels"])
         keeps = self.rules.complete(call, self.config)
         return call, keeps
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Return the axes of the inputs that vary while the model generates, for `dynamic` of an export.
+
+        Only for decoders: `model.programs.programs["decoder"].export(path, dynamic=model.dynamic_axes())`.
+
+        Their sizes are "batch", "new" (number of new tokens), "past" (number of tokens in the cache) and the sum
+        "past + new" (length of the mask). The cache starts with 0 past tokens.
+
+        Raises:
+            InputError: the model has a state that is not a cache of keys and values, or reads more than tokens.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> config = LlamaConfig(64, 32, 64, num_hidden_layers=1, num_attention_heads=2)
+            >>> qmodel = fxq.quantize(LlamaForCausalLM(config).eval(), "weight_only")
+            >>> qmodel.dynamic_axes()["cache_layers_0_keys"]
+            {0: 'batch', 2: 'past'}
+        """
+        nodes = self.programs.programs["decoder"].graph.find_nodes(op="placeholder")
+        shapes = {str(node.target): info(node).shape for node in nodes if info(node).is_tensor}
+        new = (shapes.get("input_ids") or (0, 0))[1]
+        axes: dict[str, dict[int, str]] = {}
+        for name, shape in shapes.items():
+            if _KEYS_OR_VALUES.fullmatch(name):
+                axes[name] = {0: "batch", 2: "past"}
+            elif name in ("input_ids", "position_ids", "attention_mask") and shape is not None and len(shape) == 2:
+                axes[name] = {0: "batch", 1: "new" if shape[1] == new else "past + new"}
+            else:
+                raise InputError(
+                    f"the input {name!r} of the model is neither tokens nor a cache of keys and values: name its axes "
+                    "that vary in dynamic= of the export."
+                )
+        return axes
 
     def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments unchanged: forward encodes images and sounds, so `generate` must not."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Value, Writer, refuse, writes
 
 _UNARY_OP_TYPES = {
@@ -157,14 +158,14 @@ def power(w: Writer, x: Value, *, exponent: Any) -> str:
 
 def both(w: Writer, x: Any, other: Any) -> tuple[Any, Any, torch.dtype]:
     """Cast two operands to their common dtype, with numbers as constants; return both and the dtype."""
-    likes = [v.like if isinstance(v, Value) else v for v in (x, other)]
+    likes: list[Any] = [v.like if isinstance(v, Value) else 1 if varies(v) else v for v in (x, other)]
     dtype = torch.result_type(*likes)
     operands: list[Any] = []
     for value in (x, other):
         if isinstance(value, Value):
             operands.append(value if value.dtype == dtype else w.cast(value, dtype))
         else:
-            operands.append(torch.tensor(value, dtype=dtype, device="cpu"))
+            operands.append(w.number_or_size(value, dtype))
     return operands[0], operands[1], dtype
 
 

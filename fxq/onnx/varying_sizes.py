@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxq.graph.analysis.varying_axes import terms_of
 from fxq.onnx.onnx_objects import NotInOnnx
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class VaryingSizes:
     def axis(self, name: str, value: str, axis: int, example: int) -> Any:
         """Declare an axis of an input as dynamic and return its size. Axes with one name have one size.
 
+        The name of a sum, such as "past + new", is that of sizes that have been declared.
+
         Args:
             name: name of the size, such as "batch".
             value: name of the input.
@@ -63,6 +66,8 @@ class VaryingSizes:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+        if name not in self._sizes and len(terms_of(name)) > 1:
+            self._sizes[name] = sum(self._sizes[term] for term in terms_of(name))
         if name not in self._sizes:
             hint, source = max(example, 2), ConstantSource(name)
             symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)

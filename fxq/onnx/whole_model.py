@@ -17,6 +17,7 @@ from fxq.graph.analysis.varying_axes import (
     inputs_of,
     plain_name,
     size_names,
+    terms_of,
     varying_axes,
 )
 from fxq.graph.info import info
@@ -71,6 +72,10 @@ def write_model(gm: fx.GraphModule, examples: Mapping[fx.Node, Any], dynamic: Dy
     sizes = VaryingSizes() if axes else None
     writer = Writer(portable=True, sizes=sizes, **options)
     values: dict[int, Value] = {}
+    if sizes is not None:
+        labels = [(label, name, i) for name, named in axes.items() for i, label in named.items()]
+        for label, name, i in sorted(labels, key=lambda entry: len(terms_of(entry[0]))):  # sums after their terms
+            sizes.axis(label, name, i, inputs[name].shape[i])
     for name, x in inputs.items():
         like = x
         if sizes is not None:

@@ -239,6 +239,12 @@ class Writer:
         """Return a 0-d tensor of a number in the dtype of a value."""
         return torch.tensor(value, dtype=like.dtype, device="cpu")
 
+    def number_or_size(self, value: Any, dtype: torch.dtype) -> Tensor | str:
+        """Return a number as a 0-d constant; a dynamic size as a 0-d value that the model computes."""
+        if self.sizes is not None and varies(value):
+            return self.cast(self.emit("Squeeze", self.sizes.written(self, [value])), dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
     def reshaped(self, read: Operand, shape: Sequence[int]) -> str:
         """Write a Reshape to this shape."""
         shape = list(shape)

@@ -15,7 +15,7 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, warn, words_of
-from fxq.graph.analysis.varying_axes import FIXED_SIZE_REMEDY, Axes, inputs_of
+from fxq.graph.analysis.varying_axes import FIXED_SIZE_REMEDY, Axes, example_sizes, inputs_of, terms_of
 from fxq.graph.info import info
 from fxq.graph.run import Runner, inputs_for
 from fxq.onnx.model_check import Difference, ModelCheck
@@ -24,9 +24,10 @@ from fxq.pipeline.float_form import FloatForm
 
 
 def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Batch]:
-    """Batches to check an exported model with: the example, and one of another size if the batch size is dynamic.
+    """Batches to check an exported model with: the example, and one of other sizes if some sizes are dynamic.
 
-    The second batch is skipped if the graph itself rejects it.
+    In the second batch, an example's single sample is doubled, of several samples the first is left, and other sizes
+    are one larger. It is skipped if the graph itself rejects it.
 
     Args:
         gm: qdq graph.
@@ -34,15 +35,23 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
         axes: dynamic axes by input name. Axis 0 is the batch.
     """
     yield batch
-    named = inputs_of(inputs_for(gm.graph, batch))
-    batched = {id(x) for name, x in named if 0 in axes.get(name, {})}
-    if not batched:
+    named = dict(inputs_of(inputs_for(gm.graph, batch)))
+    batch_sizes = {label for of_axes in axes.values() for axis, label in of_axes.items() if axis == 0}
+    sizes = {
+        label: size + 1 if label not in batch_sizes else 2 if size == 1 else 1
+        for label, size in example_sizes(named, axes).items()
+    }
+    labels = {id(x): axes[name] for name, x in named.items() if name in axes}
+    if not sizes:
         return
 
     def resized(leaf: Any) -> Any:
-        if id(leaf) not in batched:
-            return leaf
-        return torch.cat([leaf, leaf]) if len(leaf) == 1 else leaf[:1]
+        for axis, label in labels.get(id(leaf), {}).items():
+            index = torch.arange(sum(sizes[term] for term in terms_of(label)), device=leaf.device)
+            size = leaf.shape[axis]
+            empty = [len(index) if i == axis else n for i, n in enumerate(leaf.shape)]
+            leaf = leaf.index_select(axis, index % size) if size else leaf.new_zeros(empty)
+        return leaf
 
     args, kwargs = mapped((batch.args, dict(batch.kwargs)), resized)
     resized_batch = Batch(args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +59,11 @@ def decoders(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     }
     for name, recipe in recipes.items():
         yield name, lambda recipe=recipe: of_transformers(_quantized(model, recipe))  # type: ignore[misc]
+    for bits in (8, 4):
+        name = f"ONNX Runtime, fxq's int{bits} file"
+        yield name, lambda bits=bits: _onnxruntime_file(model, bits) if _has("onnxruntime") else MISSING  # type: ignore[misc]
+        name = f"OpenVINO, fxq's int{bits} file"
+        yield name, lambda bits=bits: _openvino_file(model, bits) if _has("openvino") else MISSING  # type: ignore[misc]
     yield "torch.ao dynamic", lambda: of_transformers(_torch_ao(model))
     yield "torchao int8 weights", lambda: of_transformers(_torchao(model)) if _has("torchao") else MISSING
 
@@ -69,6 +76,72 @@ def _quantized(model: Any, recipe: fxq.Recipe) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxq.FxqWarning)
         return fxq.quantize(model, recipe)
+
+
+def _exported(model: Any, bits: int, path: str, **options: Any) -> None:
+    """Write the decoder with integer weights, and a cache that grows."""
+    qmodel = _quantized(model, fxq.Recipe.weight_only(bits=bits))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxq.FxqWarning)
+        qmodel.programs.programs["decoder"].export(path, dynamic=qmodel.dynamic_axes(), check=False, **options)
+
+
+def _of_file(names: Sequence[str], heads: int, size: int, run: Callable[[dict[str, Any]], dict[str, Any]]) -> Decoder:
+    """Decoder of a function of the inputs of an exported program; `names` are those of its cache."""
+
+    def call(ids: Tensor, cache: Any = None) -> Any:
+        cache = cache or {name: np.zeros((1, heads, 0, size), np.float32) for name in names}
+        past, length = next(iter(cache.values())).shape[2], ids.shape[1]
+        inputs = {
+            "input_ids": ids.numpy(),
+            "attention_mask": np.ones((1, past + length), np.int64),
+            "position_ids": np.arange(past, past + length)[None],
+        }
+        results = run(inputs | cache)
+        return {name: results[f"new_{name}"] for name in names}
+
+    return Decoder(call, call)
+
+
+def _cache_of(model: Any) -> tuple[list[str], int, int]:
+    """Names of the cache's inputs, number of heads, and size of a head."""
+    config = model.config
+    layers = range(config.num_hidden_layers)
+    names = [f"cache_layers_{i}_{part}" for i in layers for part in ("keys", "values")]
+    return names, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+
+
+def _onnxruntime_file(model: Any, bits: int) -> Decoder:
+    """ONNX Runtime with nodes MatMulNBits."""
+    from scripts.bench.rivals import onnx_session
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "decoder.onnx")
+        _exported(model, bits, str(path), format="matmulnbits")
+        session = onnx_session(path.read_bytes())
+    outputs = [value.name for value in session.get_outputs()]
+    return _of_file(*_cache_of(model), lambda inputs: dict(zip(outputs, session.run(None, inputs), strict=True)))
+
+
+def _openvino_file(model: Any, bits: int) -> Decoder:
+    """OpenVINO with compressed weights, in float32."""
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "decoder.xml")
+        _exported(model, bits, str(path))
+        settings = {
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+        }
+        request = ov.Core().compile_model(str(path), "CPU", settings).create_infer_request()
+
+    def run(inputs: dict[str, Any]) -> dict[str, Any]:
+        return {output.any_name: value for output, value in request.infer(inputs).items()}
+
+    return _of_file(*_cache_of(model), run)
 
 
 def _torch_ao(model: Any) -> Any:

@@ -11,7 +11,10 @@ from torch import Tensor, fx
 from fxq.errors import InputError, unknown
 
 Axes = Mapping[str, Mapping[int, str]]
-"""Names of the sizes of varying axes, by input name and axis: `{"x": {0: "batch"}}`."""
+"""Names of the sizes of varying axes, by input name and axis: `{"x": {0: "batch"}}`.
+
+A size may be the sum of others, as that of a mask over a cache and new tokens: `{"mask": {1: "past + new"}}`.
+"""
 
 Dynamic = bool | Axes
 """`Axes`, or True for the first axis of each input of the first input's length, or False for none."""
@@ -69,7 +72,35 @@ def varying_axes(tensors: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
                     f"dynamic: {axis!r}: {label!r} is not an axis of {name!r} with a name of its size. It has axes 0 "
                     f'to {inputs[name].dim() - 1}; use {{0: "batch"}}, for example.'
                 )
+    _check_sizes(inputs, dynamic)
     return dynamic
+
+
+def terms_of(label: str) -> list[str]:
+    """Names of the sizes that the name of a size adds up: one, or several of a sum."""
+    return [term.strip() for term in label.split("+")]
+
+
+def example_sizes(inputs: Mapping[str, Tensor], axes: Axes) -> dict[str, int]:
+    """Sizes of the axes of some inputs by name, without sums."""
+    labels = [(inputs[name].shape[axis], label) for name, named in axes.items() for axis, label in named.items()]
+    return {label: size for size, label in reversed(labels) if len(terms_of(label)) == 1}
+
+
+def _check_sizes(inputs: Mapping[str, Tensor], axes: Axes) -> None:
+    """Raise `InputError` if axes with one name have several sizes, or a sum is not that of its terms."""
+    sizes = example_sizes(inputs, axes)
+    for name, named in axes.items():
+        for axis, label in named.items():
+            absent = next((term for term in terms_of(label) if term not in sizes), None)
+            if absent is not None:
+                raise InputError(f"dynamic: no axis has the size {absent!r} alone, of which {label!r} is a sum.")
+            size, wanted = inputs[name].shape[axis], sum(sizes[term] for term in terms_of(label))
+            if size != wanted:
+                raise InputError(
+                    f"dynamic: axis {axis} of {name!r} is {label!r}, which is {wanted} in the example, and has the "
+                    f"size {size}. Give it a name of its own."
+                )
 
 
 def size_names(axes: Axes) -> str:
