@@ -20,7 +20,8 @@ from fxq.onnx.reading.file_names import attribute_name, free_name, identifier
 from fxq.onnx.reading.onnx_file import FOUR_BIT, ONNX_DOMAINS, attributes_of, constant_of
 from fxq.onnx.varying_sizes import VaryingSizes, varies
 from fxq.onnx.writer import WithoutData, refuse
-from fxq.quant.qparams import STORED_GRID, QParams
+from fxq.quant.qparams import QParams
+from fxq.quant.stored_grids import store_grid
 
 _DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 """Domains of the op types that are read; another domain may give a name of ONNX another meaning."""
@@ -228,7 +229,7 @@ class Reader:
             path = name.removesuffix(".weight") if name.endswith(".weight") else self.label
             layer: Any = build().eval()
             if id(weight) in self.grids:
-                layer.weight.__dict__[STORED_GRID] = self.grids[id(weight)]
+                store_grid(layer.weight, self.grids[id(weight)])
             self._layers[key] = self._added(path or "layer", layer)
         path = self._layers[key]
         module = self.root.get_submodule(path)
@@ -336,7 +337,7 @@ class Reader:
             trains = tensor.is_floating_point() and tensor.dim() > 0 and id(tensor) in self.names
             held = nn.Parameter(tensor, requires_grad=True) if trains else tensor
             if trains and id(tensor) in self.grids:
-                held.__dict__[STORED_GRID] = self.grids[id(tensor)]
+                store_grid(held, self.grids[id(tensor)])
             self._kept.append(tensor)
             path = self._added(self.names.get(id(tensor), f"{self.label}.constant"), held)
             self._attributes[id(tensor)] = self.graph.get_attr(path)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fxq
 from fxq.quant.dynamic_grid import ROUND_TO_RANGE
-from fxq.quant.qparams import STORED_GRID
+from fxq.quant.stored_grids import stored_grid
 from tests.support.machine import WITH_8_BITS
 from tests.support.onnx_text import parsed, reference
 
@@ -101,7 +101,7 @@ def test_weights_of_matmul_nbits_keep_their_blocks(tmp_path):
     net, x = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)).eval(), torch.randn(3, 64)
     exported = fxq.quantize(net, fxq.Recipe.weight_only(bits=4, per=32, backend="reference"), example_inputs=x)
     model = fxq.read_onnx(exported.export(tmp_path / "m.onnx", format="matmulnbits", check=False))
-    grids = [getattr(p, STORED_GRID) for p in model.parameters() if p.dim() == 2]
+    grids = [stored_grid(p) for p in model.parameters() if p.dim() == 2]
     assert [(grid.bits, grid.block, grid.axis) for grid in grids] == [(4, 32, 1), (4, 32, 1)]
     qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
     assert qmodel.ledger.count("weight-only") == 2
@@ -132,7 +132,7 @@ def quantized_linear(axis=0, dtype=np.int8):
 def test_scales_of_a_transposed_weight_go_with_their_channels(dtype):
     model = fxq.read_onnx(quantized_linear(dtype=dtype))
     (weight,) = model.parameters()
-    grid = getattr(weight, STORED_GRID)
+    grid = stored_grid(weight)
     assert (grid.axis, grid.qmin, grid.zero_point.tolist()) == (0, -127, [0, 0, 0])  # unsigned around 128 is signed
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.2, 0.3]))
     x = torch.randn(5, 4) * 3
