@@ -29,7 +29,7 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Calls, activations_of, calls_of, inputs_of, wanted_forms
-from fxq.pipeline.candidates import UNREAD, Candidate, unfit_reason
+from fxq.pipeline.candidates import UNREAD, Candidate, unfit_input, unfit_reason
 from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import OWN_RANGE, ROUND_TO_RANGE, DynamicGrid, Grid
 from fxq.quant.qparams import QParams
@@ -84,8 +84,9 @@ def _refuse_float_model(rewriter: Rewriter[Context]) -> None:
     tensors = (constant(rewriter.gm, node) for node in rewriter.nodes() if node.op == "get_attr")
     if not any(stored_grid(tensor) is not None for tensor in tensors):
         raise RecipeError(
-            'the model has no grids: nothing in it is quantized. The recipe "stored" is for quantized models, such as '
-            'quantized ONNX files; quantize a float model with "static", "dynamic" or "weight_only".'
+            "the model has no grids: nothing in it is quantized to 8 bits or fewer with float32 scales. The recipe "
+            '"stored" is for quantized models, such as quantized ONNX files; quantize a float model with "static", '
+            '"dynamic" or "weight_only".'
         )
 
 
@@ -289,6 +290,10 @@ class _Planner:
 
     def _weight_only(self, node: fx.Node, calls: Calls, weight: TensorSpec) -> Plan:
         layer = Calls(calls[:1])
+        weights = [read for read in inputs_of(layer) if read.role == "weight"]
+        for reason in (unfit_input(self.gm, layer[0], read, self.changes) for read in weights):
+            if reason is not None:
+                return self._float("unsupported", reason)
         support: Support = self.context.backend.supports(self.gm, node, layer, QuantConfig(None, weight, state=None))
         if support.ops == 0:
             return self._float("unsupported", support.reason)

@@ -15,7 +15,7 @@ from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.quant.spec import TensorSpec
 
 _TOLERANCE = 1e-3
-"""How far from its grid a weight may lie, in steps, besides one rounding of its dtype."""
+"""How far from its grid a weight may lie, in steps, besides one rounding of its dtype, or to float16."""
 
 
 class StoredGridParameter(nn.Parameter):
@@ -72,11 +72,15 @@ def grid_within(spec: TensorSpec, axis: int | None, grid: QParams) -> QParams | 
 
 
 def lies_on_grid(weight: Tensor, grid: QParams) -> bool:
-    """Whether all values of a weight are on a grid, up to rounding. Those of a weight that was trained are not."""
+    """Whether all values of a weight are on a grid, up to rounding. Those of a weight that was trained are not.
+
+    A model that a file has in float16 may have been converted to float32, so that a weight was rounded to float16 once.
+    """
     values = weight.detach().float()
+    eps = max(torch.finfo(dtype).eps for dtype in (weight.dtype, torch.float16))
     integers = quantize(values, grid)
     steps = dequantize(torch.ones_like(integers), replace(grid, zero_point=torch.zeros_like(grid.zero_point)))
-    bounds = steps.abs_().mul_(_TOLERANCE).add_(values.abs(), alpha=torch.finfo(weight.dtype).eps)
+    bounds = steps.abs_().mul_(_TOLERANCE).add_(values.abs(), alpha=eps)
     return bool((dequantize(integers, grid).sub_(values).abs_() <= bounds).all())
 
 

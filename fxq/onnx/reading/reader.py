@@ -88,6 +88,7 @@ class Reader:
         names: names of the constants of the file, by the id of their tensors.
         four_bit: ids of the constants of 4-bit integers, which are held in bytes.
         grids: grids of the constants that the file holds as integers, by the id of their float tensors.
+        in_float: names of nodes that quantize to no grid of fxq, each with the reason, by the node of their result.
         notes: facts about operands that later nodes need, by their id.
         values: values by their name in the file.
         label: name of the node that is being read.
@@ -101,6 +102,7 @@ class Reader:
     names: dict[int, str] = field(default_factory=dict)
     four_bit: set[int] = field(default_factory=set)
     grids: dict[int, QParams] = field(default_factory=dict)
+    in_float: dict[fx.Node, str] = field(default_factory=dict)
     notes: dict[int, Any] = field(default_factory=dict)
     values: dict[str, Operand | None] = field(default_factory=dict)
     label: str = ""
