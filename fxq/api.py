@@ -13,6 +13,7 @@ from fxq.calibration.ranks import AUTO
 from fxq.common.isolation import untouched
 from fxq.dispatch import (
     calibrate_model,
+    check_needs_no_training,
     compare_models,
     convert_model,
     load_path,
@@ -95,6 +96,7 @@ def quantize(
     """
     check_effort(effort)
     chosen = as_recipe(recipe)
+    check_needs_no_training(chosen)
     with reading_weights(model, weights) as readable, resuming_grids(checkpoint if data is None else None):
         if effort == "fast":
             chosen = quick(chosen)
