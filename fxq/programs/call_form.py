@@ -7,15 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fxq.common.containers import (
-    ContainerNames,
-    Leaves,
-    Structure,
-    matches,
-    put_together,
-    same_constants,
-    taken_apart,
-)
+from fxq.common.containers import ContainerNames, Leaves, Structure, matches, put_together, same_constants, taken_apart
 from fxq.common.data import Batch
 from fxq.errors import InputError
 
