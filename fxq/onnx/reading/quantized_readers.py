@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Traced
 from fxq.onnx.reading.layer_readers import average_pool, conv, gemm, matmul
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
 from fxq.onnx.reading.pointwise_readers import cast_to
-from fxq.onnx.reading.reader import Reader, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 from fxq.quant.packing import unpack_adjacent
 from fxq.quant.qparams import QParams

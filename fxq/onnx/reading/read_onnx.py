@@ -60,7 +60,7 @@ def read_onnx(
     """
     model = load_model(path)
     graph = model.graph
-    reader = Reader(opset_of(model))
+    reader = Reader(opset=opset_of(model))
     for initializer in graph.initializer:
         reader.values[initializer.name] = reader.declare(initializer)
     for name, size in (sizes or {}).items():
