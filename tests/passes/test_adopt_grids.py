@@ -45,6 +45,8 @@ def quantized(between, signed=False, backend=WITH_8_BITS):
 def test_what_reads_dequantized_values_runs_on_integers(between, signed):
     model, qmodel, x = quantized(between, signed)
     assert not qmodel.ledger.count("float"), str(qmodel.ledger)
+    reasons = [row.reason for row in qmodel.ledger if row.op in ("quantize", "dequantize")]
+    assert reasons == ["converts between floats and integers"] * 4
     assert (qmodel(x) - model(x)).abs().max() <= 2.001  # one step, for a tie
 
 
