@@ -297,9 +297,9 @@ def _rules_of(model: PreTrainedModel, example: Batch) -> CallRules:
     foreign_layer = next((layer for layer in layers if not isinstance(getattr(layer, "keys", None), Tensor)), None)
     if foreign_layer is not None:
         raise InputError(
-            f"the cache of {type(model).__name__} has layers of type {type(foreign_layer).__name__}, whose states are not keys "
-            "and values. Quantize its linear layers as parts: fxq.quantize(model, fxq.Recipe.weight_only().parts"
-            '("**.*_proj"), example_inputs={"input_ids": ids}).'
+            f"the cache of {type(model).__name__} has layers of type {type(foreign_layer).__name__}, whose states are "
+            "not keys and values. Quantize its linear layers as parts: fxq.quantize(model, fxq.Recipe.weight_only()"
+            '.parts("**.*_proj"), example_inputs={"input_ids": ids}).'
         )
     sizes = tuple(
         ((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])) for layer in layers
