@@ -13,6 +13,7 @@ from fxq.calibration.ranks import AUTO
 from fxq.common.isolation import untouched
 from fxq.dispatch import (
     calibrate_model,
+    check_needs_no_training,
     compare_models,
     convert_model,
     load_path,
@@ -23,7 +24,7 @@ from fxq.dispatch import (
 )
 from fxq.ledger.comparison import Comparison
 from fxq.model import QuantizedModel
-from fxq.quant.stored_grids import storing_grids
+from fxq.quant.resumed_grids import resuming_grids
 from fxq.recipe.recipe import as_recipe
 from fxq.tuning.effort import Effort, best, check_effort, quick
 from fxq.tuning.trials import Metric, check_metric, metric_value
@@ -95,7 +96,8 @@ def quantize(
     """
     check_effort(effort)
     chosen = as_recipe(recipe)
-    with reading_weights(model, weights) as readable, storing_grids(checkpoint if data is None else None):
+    check_needs_no_training(chosen)
+    with reading_weights(model, weights) as readable, resuming_grids(checkpoint if data is None else None):
         if effort == "fast":
             chosen = quick(chosen)
         elif effort == "best":

@@ -45,6 +45,15 @@ from fxq.workflow.train import converted_from_training, prepared_for_training
 from fxq.workflow.training_model import TrainingModel
 
 
+def check_needs_no_training(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the recipe needs training."""
+    if recipe.trains:
+        raise RecipeError(
+            f"the recipe {recipe.preset!r} needs training, which fxq.quantize does not do: call trained = "
+            "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
+        )
+
+
 def quantize_model(
     model: nn.Module,
     recipe: Recipe,
@@ -55,11 +64,6 @@ def quantize_model(
     group: Any,
 ) -> QuantizedModel:
     """Quantize a model as one graph, in parts, as several programs, or as a generator, see `fxq.quantize`."""
-    if recipe.trains:
-        raise RecipeError(
-            f"the recipe {recipe.preset!r} needs training, which fxq.quantize does not do: call trained = "
-            "fxq.prepare(model, recipe, example_inputs=x), run your training loop, then call fxq.convert(trained)."
-        )
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     recipe = with_float_adapters(model, recipe)

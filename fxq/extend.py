@@ -12,7 +12,7 @@ from fxq.backends.table.kernel_table import KernelRequest, KernelRow
 from fxq.backends.table.lowering import RowBackend
 from fxq.backends.table.own_kernels import kernel, register_kernel
 from fxq.backends.x86.x86 import X86
-from fxq.common.containers import register_container
+from fxq.common.container_types import register_container
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.info import Cost
 from fxq.graph.region import Region

@@ -29,11 +29,12 @@ from fxq.graph.query import (
 )
 from fxq.graph.region import is_weight
 from fxq.graph.unit import Calls, activations_of, calls_of, inputs_of, wanted_forms
-from fxq.pipeline.candidates import UNREAD, Candidate, unfit_reason
+from fxq.pipeline.candidates import UNREAD, Candidate, unfit_input, unfit_reason
 from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import OWN_RANGE, ROUND_TO_RANGE, DynamicGrid, Grid
-from fxq.quant.qparams import STORED_GRID, QParams, dequantize, quantize
+from fxq.quant.qparams import QParams
 from fxq.quant.spec import ACTIVATION, DYNAMIC, QuantConfig, TensorSpec
+from fxq.quant.stored_grids import lies_on_grid, stored_grid, warn_off_grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.recipe import Recipe
 from fxq.rewriting.grid_edits import on_grid
@@ -71,6 +72,7 @@ class AdoptGrids(Pass):
         planner = _Planner(rewriter, MemoryWriters(nodes), calls)
         for node, plan in planner.plans().items():
             rewriter.describe(node, plan=plan)
+        warn_off_grid(planner.changed, "Their layers run in float.")
         for node in calls:
             _store_weights(rewriter, node)
 
@@ -80,10 +82,11 @@ def _refuse_float_model(rewriter: Rewriter[Context]) -> None:
     if any(is_op(node, *CONVERSIONS, *DYNAMIC_GRID_OPS) for node in rewriter.nodes()):
         return
     tensors = (constant(rewriter.gm, node) for node in rewriter.nodes() if node.op == "get_attr")
-    if not any(hasattr(tensor, STORED_GRID) for tensor in tensors):
+    if not any(stored_grid(tensor) is not None for tensor in tensors):
         raise RecipeError(
-            'the model has no grids: nothing in it is quantized. The recipe "stored" is for quantized models, such as '
-            'quantized ONNX files; quantize a float model with "static", "dynamic" or "weight_only".'
+            "the model has no grids: nothing in it is quantized to 8 bits or fewer with float32 scales. The recipe "
+            '"stored" is for quantized models, such as quantized ONNX files; quantize a float model with "static", '
+            '"dynamic" or "weight_only".'
         )
 
 
@@ -102,7 +105,7 @@ def _store_weights(rewriter: Rewriter[Context], node: fx.Node) -> None:
     for weight, form in wanted_forms(rewriter.gm, node).items():
         tensor = constant(rewriter.gm, weight)
         if tensor is not None and form not in [edge.form for edge in info(weight).edges]:
-            edge = Edge(form.spec, 0, True, axis=form.axis, qparams=getattr(tensor, STORED_GRID))
+            edge = Edge(form.spec, 0, True, axis=form.axis, qparams=stored_grid(tensor))
             rewriter.describe(weight, edges=(*info(weight).edges, edge))
 
 
@@ -170,12 +173,14 @@ class _Planner:
         rewriter: rewriter of the graph.
         changes: nodes that change values in place.
         calls: ops that each node runs, without conversions.
+        changed: weights that are no longer on the grids of their file.
         grids: grids of float values: of what is dequantized, also after ops that copy it.
     """
 
     def __init__(self, rewriter: Rewriter[Context], changes: MemoryWriters, calls: Mapping[fx.Node, Calls]) -> None:
         self.rewriter, self.changes, self.calls = rewriter, changes, calls
         self.gm, self.context = rewriter.gm, rewriter.context
+        self.changed: list[str] = []
         self.grids: dict[fx.Node, Grid] = {}
         for node in rewriter.nodes():
             if is_op(node, "dequantize") and not is_weight(node):
@@ -285,6 +290,10 @@ class _Planner:
 
     def _weight_only(self, node: fx.Node, calls: Calls, weight: TensorSpec) -> Plan:
         layer = Calls(calls[:1])
+        weights = [read for read in inputs_of(layer) if read.role == "weight"]
+        for reason in (unfit_input(self.gm, layer[0], read, self.changes) for read in weights):
+            if reason is not None:
+                return self._float("unsupported", reason)
         support: Support = self.context.backend.supports(self.gm, node, layer, QuantConfig(None, weight, state=None))
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -299,14 +308,15 @@ class _Planner:
         traits = calls[0].op.traits
         weights = [read for read in inputs_of(calls) if read.role == "weight"]
         tensor = constant(self.gm, weights[0].node) if len(weights) == 1 else None
-        grid = getattr(tensor, STORED_GRID, None)
+        grid = stored_grid(tensor)
         if grid is None or traits.axis is None:
             return None
         rank = tensor.dim() if tensor is not None else 0
         if grid.axis is not None and grid.axis % rank != (traits.axis if grid.block is None else 1 - traits.axis):
             return None
         assert tensor is not None  # it has a grid
-        if not torch.allclose(dequantize(quantize(tensor, grid), grid), tensor, rtol=1e-5, atol=0.0):
+        if not lies_on_grid(tensor, grid):
+            self.changed.append(str(weights[0].node.target))
             return None
         per: Any = grid.block or ("tensor" if grid.axis is None else "channel")
         symmetric = grid.qmin < 0 and not bool(grid.zero_point.any())

@@ -304,8 +304,6 @@ def _unfit_weight(tensor: torch.Tensor | None, spec: TensorSpec) -> str | None:
     """Reason why a weight cannot be stored as a spec says; None if it can, or if it is not a constant."""
     if tensor is None:
         return None
-    if tensor.dtype != torch.float32:
-        return f"its weight is {tensor.dtype}, not float32".replace("torch.", "")
     largest = float(tensor.abs().max()) if spec.format == "float16" and tensor.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         return f"its weight has values up to {largest:.3g}, beyond float16"

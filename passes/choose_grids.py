@@ -23,10 +23,11 @@ from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.observers import observer_for
-from fxq.quant.qparams import STORED_GRID, QParams
+from fxq.quant.qparams import QParams
+from fxq.quant.resumed_grids import resumed_grid
 from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
 from fxq.quant.spec import DYNAMIC_STATE, TensorSpec
-from fxq.quant.stored_grids import stored_grid
+from fxq.quant.stored_grids import grid_within, lies_on_grid, stored_grid, warn_off_grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
@@ -74,6 +75,7 @@ class ChooseGrids(Pass):
             if not isinstance(submodule(rewriter.gm, node), Observer):
                 chooser.visit(node)
         chosen = chooser.chosen()
+        warn_off_grid(chooser.changed, "New scales are chosen for them, as for float weights.")
         for node, plan in chooser.plans.items():
             rewriter.describe(node, plan=plan)
         for node in rewriter.nodes():
@@ -112,6 +114,7 @@ class _Chooser:
         off: values that are on no grid, each with the reason that readers give.
         reduce_range: role that has 7 bits where kernels overflow with 8.
         infinite: values of `off` that hold infinity.
+        changed: weights that are no longer on the grids of their file.
     """
 
     def __init__(self, rewriter: Rewriter[Context]) -> None:
@@ -122,6 +125,7 @@ class _Chooser:
         self.plans: dict[fx.Node, Plan] = {}
         self.off: dict[fx.Node, str] = {}
         self.infinite: set[fx.Node] = set()
+        self.changed: list[str] = []
         self._groups: dict[Key, SharedGridGroup] = {}
         for node in rewriter.nodes():
             observer = submodule(self.gm, node)
@@ -190,10 +194,13 @@ class _Chooser:
         tensor, observer = constant(self.gm, node), self.observers.get((node, edge.form))
         if tensor is None or observer is None:
             raise PassError(f"{where(self.gm, node)}: no observer watches this weight. Run insert-observers.")
-        if (stored := getattr(tensor, STORED_GRID, None)) is not None and stored.block == edge.spec.block:
-            return replace(edge, qparams=stored)
         reduce_range = self.reduce_range == "weights" and self._overflows(node, edge)
         spec = edge.spec.reduced_range if reduce_range else edge.spec
+        stored = stored_grid(tensor)
+        if stored is not None and (within := grid_within(spec, edge.axis, stored)) is not None:
+            if lies_on_grid(tensor, within):
+                return replace(edge, qparams=within)
+            self.changed.append(str(node.target))
 
         def grid() -> QParams:
             private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
@@ -204,7 +211,7 @@ class _Chooser:
 
         if not type(observer).__module__.startswith("fxq."):  # classes of the user change without a version
             return replace(edge, qparams=grid())
-        return replace(edge, qparams=stored_grid(tensor, f"{observer.spec!r} {spec!r} axis {observer.axis}", grid))
+        return replace(edge, qparams=resumed_grid(tensor, f"{observer.spec!r} {spec!r} axis {observer.axis}", grid))
 
     def _overflowing(self) -> set[SharedGridGroup]:
         """Groups with a reader whose kernel overflows with 8 bits."""

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.reconstruction import IntegerLayer, OutputError, Reconstruction, WeightRows
+from fxq.paired.integer_layers import IntegerLayer, OutputError, WeightRows
+from fxq.paired.reconstruction import Reconstruction
 from fxq.pipeline.context import Context
 from fxq.quant.least_error import QUICK_ZOOMS, least_range
 from fxq.quant.qparams import choose_qparams, scale_dtype

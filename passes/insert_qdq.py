@@ -31,7 +31,8 @@ from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
 from fxq.quant.packing import BITS, pack
-from fxq.quant.qparams import STORED_GRID, QParams, quantize, scale_dtype
+from fxq.quant.qparams import QParams, quantize, scale_dtype
+from fxq.quant.stored_grids import stored_grid
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
@@ -226,7 +227,9 @@ def _convert_weight(
     packs = weight_only and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
     stored_scale = qp.scale
     if weight_only and qp.block is not None:
-        stored_scale = qp.scale.to(scale_dtype(qp.scale, exact=hasattr(tensor, STORED_GRID)))
+        own = stored_grid(tensor)
+        exact = own is not None and torch.equal(own.scale, qp.scale)
+        stored_scale = qp.scale.to(scale_dtype(qp.scale, exact))
     qp = replace(qp, scale=stored_scale.float())
     # the spec does not determine the grid: reduce_range may apply to some layers only, and trained scales differ
     grids = tuple(t.cpu().numpy().tobytes() for t in (qp.scale, qp.zero_point))

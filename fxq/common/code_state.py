@@ -6,13 +6,14 @@ import ast
 import builtins
 import dis
 import inspect
+import operator
 import sys
 import textwrap
 import types
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterator, MutableMapping
+from collections.abc import Container, Iterator, MutableMapping, Set
 from dataclasses import dataclass, field, replace
-from functools import _lru_cache_wrapper, lru_cache
+from functools import _lru_cache_wrapper, cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -72,8 +73,22 @@ class OuterVariables:
 
     def read(self) -> dict[str, Any]:
         """Values by display name, of the variables that exist."""
-        keys = list(self.table) if self.keys is None else [key for key in sorted(self.keys) if key in self.table]
-        return {f"{self.prefix}{key}": self.table[key] for key in keys}
+        prefix = self.prefix
+        if self.keys is None:
+            return {f"{prefix}{key}": value for key, value in self.table.items()}
+        return {name: self.table[key] for key, name in self._display_names if key in self.table}
+
+    @cached_property
+    def _display_names(self) -> list[tuple[str, str]]:
+        """Keys in order, with their display names."""
+        return [(key, f"{self.prefix}{key}") for key in sorted(self.keys or ())]
+
+    def still_has(self, values: dict[str, Any]) -> bool:
+        """Whether the variables are the very values that `read` returned."""
+        if not values and not self.table:
+            return True
+        now = self.read()
+        return len(now) == len(values) and all(map(operator.is_, now.values(), values.values()))
 
     def put(self, name: str, value: Any) -> None:
         """Set the variable with this display name."""
@@ -140,21 +155,23 @@ class CodeState:
                 waiting.extend(self._named_by(path, value))
 
     def _named_by(self, path: str, function: types.FunctionType) -> Iterator[Any]:
-        names, own = set(_names(function.__code__)), set(_globals(function.__code__))
-        own -= vars(builtins).keys() - function.__globals__.keys()
-        tables: list[tuple[MutableMapping[str, Any], str, set[str]]] = [(function.__globals__, "global ", own)]
+        names, used = _names(function.__code__), _globals(function.__code__)
+        own = {name for name in used if name in function.__globals__ or name not in vars(builtins)}
+        tables: list[tuple[MutableMapping[str, Any], str, Set[str]]] = [(function.__globals__, "global ", own)]
         for name in own:
             value = function.__globals__.get(name)
             if isinstance(value, types.ModuleType) and not _is_library(value):
                 tables.append((vars(value), f"global {value.__name__}.", names & vars(value).keys()))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         tables.append((_Cells(cells), "variable of an enclosing function: ", names & cells.keys()))
-        tables.append((_Defaults(function), f"default of {function.__name__}: ", set(_Defaults(function))))
+        if function.__defaults__ or function.__kwdefaults__:
+            defaults = _Defaults(function)
+            tables.append((defaults, f"default of {function.__name__}: ", set(defaults)))
         for table, prefix, wanted in tables:
             self._bind(path, table, prefix, wanted)
             yield from (table[name] for name in sorted(wanted) if name in table)
 
-    def _bind(self, path: str, table: MutableMapping[str, Any], prefix: str, names: set[str] | None = None) -> None:
+    def _bind(self, path: str, table: MutableMapping[str, Any], prefix: str, names: Set[str] | None = None) -> None:
         if names is None:
             self.bindings.append((path, OuterVariables(table, prefix, None, self._assigned)))
             return
@@ -163,7 +180,7 @@ class CodeState:
             variables = self.bindings[self._groups[group]][1]
             self.bindings[self._groups[group]] = (
                 path,
-                replace(variables, keys=frozenset(names.union(variables.keys or ()))),
+                replace(variables, keys=frozenset((*names, *(variables.keys or ())))),
             )
         elif names:
             self._groups[group] = len(self.bindings)
@@ -216,7 +233,7 @@ class _ClassAttributes(MutableMapping[str, Any]):
         return vars(self.cls)[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in set(self)
+        return name in vars(self.cls) and name in set(self)
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.cls, name, value)
@@ -266,6 +283,10 @@ def _is_data(value: Any) -> bool:
     return not hasattr(value, "__get__") or isinstance(value, _lru_cache_wrapper)
 
 
+_HOLDING = frozenset(("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__"))
+"""Attributes of methods, properties, partials and wrappers with what they call."""
+
+
 def _referred(value: Any) -> Iterator[Any]:
     """Objects that may hold code of the user, in a container, class, partial, property, method or object."""
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -275,10 +296,13 @@ def _referred(value: Any) -> Iterator[Any]:
     elif isinstance(value, type):
         yield from vars(value).values()
     else:
-        names = ("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__")
-        yield from (inspect.getattr_static(value, name, None) and getattr(value, name, None) for name in names)
-        if not isinstance(value, types.FunctionType):
-            yield from type(value).__mro__
+        kinds = () if type(value) is types.FunctionType else type(value).__mro__
+        attributes = getattr(value, "__dict__", None)
+        there = attributes.keys() & _HOLDING if isinstance(attributes, dict) else set[str]()
+        for kind in kinds:
+            there |= _HOLDING & vars(kind).keys()  # an attribute of the instance may be computed, and fail
+        yield from (getattr(value, name, None) for name in sorted(there))
+        yield from kinds
 
 
 def _is_library(value: Any) -> bool:
@@ -287,11 +311,10 @@ def _is_library(value: Any) -> bool:
     return owner in _LIBRARIES or (owner in sys.stdlib_module_names and owner != "__main__")
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+@lru_cache(maxsize=2 * _MAX_FUNCTIONS)
+def _names(code: types.CodeType) -> frozenset[str]:
     """Names of globals, attributes and closure variables in code and the functions nested in it."""
-    for part in _codes(code):
-        yield from part.co_names
-        yield from part.co_freevars
+    return frozenset(name for part in _codes(code) for name in (*part.co_names, *part.co_freevars))
 
 
 def _globals(code: types.CodeType) -> frozenset[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fxq.common.containers import FACTORIES, Structure, is_registered_class
+from fxq.common.container_types import is_registered_class
+from fxq.common.containers import FACTORIES, Structure
 from fxq.errors import InputError
 
 

@@ -2,145 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fxq.common.container_types import handler_of_class, plain_parts, type_of
 from fxq.errors import InputError
 
 Leaves = dict[str, Any]
 """Tensors and numbers of a call by name, such as `past_key_values_0_keys`."""
-
-
-@dataclass(frozen=True)
-class ContainerType:
-    """Functions that take a container of one class apart and construct one from new parts.
-
-    Attributes:
-        parts: returns the parts of a container by name, and a constant that describes everything else. The parts may be
-            containers. Two containers with equal constants and parts of equal structure run the same graph.
-        construct: returns a container for such parts and such a constant.
-        update: replaces the parts of an existing container, for models that change their argument.
-    """
-
-    parts: Callable[[Any], tuple[Mapping[str, Any], Any]]
-    construct: Callable[..., Any]
-    update: Callable[[Any, Mapping[str, Any], Any], None] | None = None
-
-
-_TYPES: dict[type, ContainerType] = {}
-
-
-def register_container(
-    kind: type,
-    parts: Callable[[Any], tuple[Mapping[str, Any], Any]],
-    construct: Callable[[Mapping[str, Any], Any], Any],
-    update: Callable[[Any, Mapping[str, Any], Any], None] | None = None,
-) -> None:
-    """Register a class whose objects a model takes, changes or returns, such as a key-value cache.
-
-    Classes that are registered with `torch.utils._pytree.register_pytree_node` need no registration here.
-
-    Args:
-        kind: the class. The functions serve its subclasses, too, unless these are registered themselves.
-        parts: see `ContainerType`.
-        construct: see `ContainerType`.
-        update: see `ContainerType`. Default: the parts are set as attributes; if there are no attributes of their
-            names, or the constant differs, the attributes of a new container replace those of the old one.
-
-    Example:
-        >>> class History:
-        ...     def __init__(self, steps):
-        ...         self.steps = steps
-        >>> register_container(History, lambda h: ({"steps": h.steps}, None), lambda parts, _: History(**parts))
-        >>> is_registered(History([torch.ones(2)]))
-        True
-    """
-    _OWN.clear()
-    _TYPES[kind] = ContainerType(parts, construct, update)
-
-
-def register_container_type(kind: type, container_type: ContainerType) -> None:
-    """Register a class and its subclasses, see `register_container`. `construct` gets the class as first argument."""
-    _OWN.clear()
-    _BASES[kind] = container_type
-
-
-_BASES: dict[type, ContainerType] = {}
-_OWN: weakref.WeakKeyDictionary[type, ContainerType | None] = weakref.WeakKeyDictionary()
-"""Cache of `_own_type`, which every call of a model uses for each of its containers."""
-_MISSING = object()
-
-
-def is_registered(value: Any) -> bool:
-    """Whether a value is a container of a registered class, other than a tuple, a list or a dict."""
-    return _type_of(value) is not None
-
-
-def is_registered_class(cls: type) -> bool:
-    """Whether containers of a class are registered, with fxq or as pytrees."""
-    return _own_type(cls) is not None or cls in pytree.SUPPORTED_NODES
-
-
-def is_container(value: Any) -> bool:
-    """Whether a value is of a registered class, or a tuple, list, dict or dataclass."""
-    return is_registered(value) or _plain_parts(value) is not None
-
-
-def _type_of(value: Any) -> ContainerType | None:
-    cls = type(value)
-    own = _own_type(cls)
-    if own is not None or _is_plain(value):
-        return own
-    node = pytree.SUPPORTED_NODES.get(cls)
-    if node is None:
-        return None
-
-    def parts(container: Any) -> tuple[Mapping[str, Any], Any]:
-        children, context = node.flatten_fn(container)
-        return {str(i): child for i, child in enumerate(children)}, context
-
-    return ContainerType(parts, lambda values, context: node.unflatten_fn(list(values.values()), context))
-
-
-def _own_type(cls: type) -> ContainerType | None:
-    own: Any = _OWN.get(cls, _MISSING)
-    if own is _MISSING:
-        own = _OWN[cls] = _registered_type(cls)
-    return own
-
-
-def _registered_type(cls: type) -> ContainerType | None:
-    for base in cls.__mro__:
-        if base in _TYPES:
-            return _TYPES[base]
-        if base in _BASES:
-            return replace(_BASES[base], construct=partial(_BASES[base].construct, cls))
-    return None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a tuple, list, dict or dataclass, see `_plain_parts`."""
-    is_sequence = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
-    return is_sequence or isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))
-
-
-def _plain_parts(value: Any) -> Mapping[Any, Any] | None:
-    """Parts of a tuple, list, dict or dataclass by index, key or field; None for other values."""
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return dict(enumerate(value))
-    if isinstance(value, Mapping):
-        return {key: value[key] for key in value}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,12 +165,12 @@ def taken_apart(
     if kind or (isinstance(value, (int, float, complex)) and not isinstance(value, bool)):
         leaves[name] = value
         return Structure("leaf", name, kind or "number")
-    handler = _type_of(value)
+    handler = type_of(value)
     if handler is not None:
         own = names.visit(value, name)
         parts, constant = handler.parts(value)
         return Structure("registered", own, type(value), _constant_copy(constant), inner(parts.items()))
-    plain = _plain_parts(value)
+    plain = plain_parts(value)
     if plain is not None:
         factory = getattr(value, "default_factory", None) if isinstance(value, defaultdict) else None
         constant = factory if factory in FACTORIES else None
@@ -333,13 +207,13 @@ def matches(
         return same_constants(structure.constant, value)
     if type(value) is not cls:
         return False
-    handler = _type_of(value)
+    handler = type_of(value)
     if (handler is not None) is not (kind == "registered"):
         return False
     if handler is not None:
         parts, constant = handler.parts(value)
     else:
-        parts, constant = _plain_parts(value) or {}, getattr(value, "default_factory", None)
+        parts, constant = plain_parts(value) or {}, getattr(value, "default_factory", None)
         constant = constant if cls is defaultdict and constant in FACTORIES else None
     if len(parts) != len(structure.parts) or not same_constants(structure.constant, constant):
         return False
@@ -387,7 +261,7 @@ def put_together(structure: Structure, leaves: Leaves, containers: dict[str, Any
 def _constructed(structure: Structure, parts: Mapping[Any, Any]) -> Any:
     cls = structure.cls
     if structure.kind == "registered":
-        return _handler_of_class(cls).construct(parts, structure.constant)
+        return handler_of_class(cls).construct(parts, structure.constant)
     if is_dataclass(cls):
         return _dataclass(cls, parts)
     if cls is defaultdict:
@@ -414,25 +288,15 @@ def _dataclass(cls: Any, parts: Mapping[str, Any]) -> Any:
     return result
 
 
-def _handler_of_class(cls: type) -> ContainerType:
-    own = _own_type(cls)
-    if own is not None:
-        return own
-    node = pytree.SUPPORTED_NODES[cls]
-    return ContainerType(
-        lambda value: ({}, None), lambda values, context: node.unflatten_fn(list(values.values()), context)
-    )
-
-
 def _update(container: Any, structure: Structure, parts: Mapping[Any, Any]) -> None:
     """Give an existing container the parts, and the constant of the structure, that it has after a call."""
-    handler = _handler_of_class(structure.cls) if structure.kind == "registered" else None
+    handler = handler_of_class(structure.cls) if structure.kind == "registered" else None
     if handler is not None and handler.update is not None:
         handler.update(container, parts, structure.constant)
         return
-    before: Mapping[Any, Any] = _plain_parts(container) or {}
+    before: Mapping[Any, Any] = plain_parts(container) or {}
     constant = structure.constant
-    if handler is not None and (own := _type_of(container)) is not None:
+    if handler is not None and (own := type_of(container)) is not None:
         before, constant = own.parts(container)
     same_constant = same_constants(constant, structure.constant)
     if same_constant and list(before) == list(parts) and all(before[key] is parts[key] for key in parts):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fxq.common.containers import ContainerNames, Leaves, is_container, put_together, taken_apart
+from fxq.common.container_types import is_container
+from fxq.common.containers import ContainerNames, Leaves, put_together, taken_apart
 from fxq.common.data import Batch
 from fxq.common.state import ChangedPlace, StateSnapshot, same
 from fxq.common.writes import WriteWatch

@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,14 @@ class StateSnapshot:
 
     def add(self, owner: str, value: Any, name: str = "") -> None:
         """Add an object, or a dict of attributes such as `vars(module)`, and everything reachable from it."""
-        waiting, left = deque([(name, value)]), MAX_VISITED_OBJECTS
+        if not isinstance(value, OuterVariables):
+            self._visit(owner, [(name, value)])
+        elif id(value) not in self._held:  # models of libraries have thousands, most of them empty
+            self._visit(owner, self._hold(owner, name, value, value.read()))
+
+    def _visit(self, owner: str, named: Iterable[tuple[str, Any]]) -> None:
+        """Add named objects, and everything reachable from them."""
+        waiting, left = deque(named), MAX_VISITED_OBJECTS
         while waiting and left > 0:
             name, value = waiting.popleft()
             if isinstance(value, nn.Module):
@@ -282,7 +289,9 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _has_same_items(value: Any, items: Any) -> bool:
-    """Whether a dict or list has the very items of its copy in their order; a quick answer for most containers."""
+    """Whether a container has the very items of its copy in their order; a quick answer for most containers."""
+    if isinstance(value, OuterVariables):
+        return value.still_has(items)
     if isinstance(value, dict):
         same_values = len(value) == len(items) and all(map(operator.is_, dict.values(value), items.values()))
         return same_values and all(map(operator.is_, dict.keys(value), items))

@@ -287,7 +287,7 @@ def slower_than_float(
         f"with all possible ops on integers, the model is estimated to take {int8 / real:.1f} times as long as in "
         f"float on this machine: {_ms(int8)} instead of {_ms(real)}. "
         + (f"The ops that lose the most: {names}. " if names else "Its conversions cost more than its kernels save. ")
-        + 'recipe.with_optimize("speed") keeps ops in float that are faster there.'
+        + 'recipe.with_optimize("speed") keeps ops in float that are faster there, but not with effort="fast".'
     )
 
 

@@ -17,8 +17,8 @@ from fxq.checkpoints.mapped_weights import MappedWeights
 from fxq.checkpoints.open_checkpoint import open_checkpoint
 from fxq.errors import FileError, InputError, warn, words_of
 from fxq.integrations.transformers_files import quantize_loaded
-from fxq.quant.qparams import STORED_GRID
 from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec
+from fxq.quant.stored_grids import store_grid
 from fxq.recipe.recipe import Recipe
 
 
@@ -58,7 +58,7 @@ def load_checkpoint(path: Path, into: Any) -> Any:
     for name, weight in grids.items():
         layer = name.removesuffix(".weight")
         if isinstance(modules.get(layer), (nn.Linear, nn.Embedding)):
-            model.get_parameter(name).__dict__[STORED_GRID] = weight.grid
+            store_grid(model.get_parameter(name), weight.grid)
             recipe = recipe.override(layer, _config_of(weight))
             for tied in _tied(shell, name):
                 recipe = recipe.override(tied.removesuffix(".weight"), _config_of(weight))

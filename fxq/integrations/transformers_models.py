@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, QuantizedCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.errors import InputError
@@ -142,9 +142,11 @@ class CallRules:
             raise InputError(
                 f"the cache is a {type(cache).__name__}: pass one of transformers, such as a DynamicCache."
             )
-        if isinstance(getattr(cache, "self_attention_cache", cache), StaticCache):
+        decoder: Any = getattr(cache, "self_attention_cache", cache)
+        if isinstance(decoder, (StaticCache, QuantizedCache)) or getattr(decoder, "offloading", False):
+            kind = "offloading" if getattr(decoder, "offloading", False) else type(decoder).__name__
             raise InputError(
-                "a quantized model takes caches that grow, such as a DynamicCache, and no StaticCache: leave out "
+                f"a quantized model takes caches that grow in memory, such as a DynamicCache, and no {kind}: leave out "
                 "cache_implementation."
             )
         if isinstance(cache, EncoderDecoderCache):

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-from fxq.common.containers import ContainerType, register_container_type
+from fxq.common.container_types import ContainerType, register_container_type
 from fxq.tracing.proxies import is_value
 
 _COUNTERS = "cumulative_length"

@@ -14,7 +14,7 @@ from fxq.common.isolation import seeded
 from fxq.errors import PassError
 from fxq.graph.info import Cost, Decision, info
 from fxq.graph.precision import SPLIT_OP_PRECISIONS
-from fxq.graph.query import is_op, submodule, taken_from, values_of
+from fxq.graph.query import CONVERSIONS, is_op, submodule, taken_from, values_of
 from fxq.graph.region import weight_sizes
 from fxq.graph.unit import calls_of, unit_of
 from fxq.graph.view import NodeView
@@ -182,6 +182,8 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
     plain = Entry(op.name, op.path, op.op, "folded", source=op.source, macs=op.macs)
     if not workers and absorber is not None:
         return replace(plain, into=absorber.node.name, reason=f"into {absorber.node.name}")
+    if not workers and not op.gone and op.op in CONVERSIONS:
+        return replace(plain, reason="converts between floats and integers")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
     worker = min(workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))

@@ -208,7 +208,7 @@ def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     leaves, spec = tree_flatten((args, options))
     if writer.sizes is None and not any(isinstance(leaf, slice) for leaf in leaves):
         layouts = (_Layout(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        return _like_of_layouts(op.target, spec, *layouts)
+        return _like_of_layouts(op.target, torch.get_default_dtype(), spec, *layouts)
     with _computing(writer):
         result: Tensor = op.target(*args, **options)
     return result
@@ -223,11 +223,12 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _like_of_layouts(target: Callable[..., Tensor], spec: TreeSpec, *leaves: Any) -> Tensor:
+def _like_of_layouts(target: Callable[..., Tensor], default: torch.dtype, spec: TreeSpec, *leaves: Any) -> Tensor:
     """Result of an op on the meta device, cached: PyTorch computes it in slow Python code, and nodes are written often.
 
     Args:
         target: function of the op.
+        default: default dtype, which the results of some ops have.
         spec: structure of its arguments and options.
         leaves: arguments and options, with layouts in place of tensors.
     """

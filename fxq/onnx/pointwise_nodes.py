@@ -21,7 +21,7 @@ _UNARY_OP_TYPES = {
 def _unary(op_type: str) -> Any:
     def write(w: Writer, x: Value) -> str:
         exact = op_type in ("Neg", "Abs")
-        return w.emit(op_type, x if x.dtype.is_floating_point or exact else w.cast(x, torch.float32))
+        return w.emit(op_type, x if x.dtype.is_floating_point or exact else w.cast(x, torch.get_default_dtype()))
 
     return write
 
@@ -198,7 +198,7 @@ def div(w: Writer, x: Any, other: Any, *, rounding_mode: str | None) -> str:
         return w.emit("Div", w.emit("Sub", a, w.emit("Mod", a, b)), b)
     refuse(rounding_mode is not None, "its quotient is rounded")
     if not dtype.is_floating_point:
-        a, b = (w.cast(value, torch.float32) for value in (a, b))
+        a, b = (w.cast(value, torch.get_default_dtype()) for value in (a, b))
     return w.emit("Div", a, b)
 
 

@@ -261,6 +261,8 @@ def unfit_input(gm: fx.GraphModule, first: OpCall, read: UnitInput, changes: Mem
             return f"its {read.role} is computed at run time"
         if read.role == "weight" and tensor.numel() == 0:
             return f"its weight is empty: {tuple(tensor.shape)}"
+        if read.role == "weight" and tensor.dtype is not torch.float32:
+            return f"its weight is {tensor.dtype}, not float32".replace("torch.", "")
         return f"its {read.role} is changed in place by %{changer.name}" if changer is not None else None
     if read.role != "activation":
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fxq.common.containers import ContainerNames, Leaves, Structure, matches, put_together, taken_apart
+from fxq.common.containers import ContainerNames, Leaves, Structure, matches, put_together, same_constants, taken_apart
 from fxq.common.data import Batch
 from fxq.errors import InputError
 
@@ -110,6 +110,9 @@ def structure_difference(place: str, first: Structure | None, second: Structure 
     texts = _brief(first), _brief(second)
     if texts[0] == texts[1] and first is not None and second is not None:
         texts = _with_parts(first), _with_parts(second)
+        if texts[0] == texts[1]:
+            entries = _different_entries(first.constant, second.constant)
+            texts = f"{_brief(first)} with {entries[0]}", f"with {entries[1]}"
     return "" if first == second else f"{place} is {texts[0]}, not {texts[1]}"
 
 
@@ -117,6 +120,19 @@ def _with_parts(structure: Structure) -> str:
     """Structure as text with the names of its parts, or with its constant if it has none."""
     parts = ", ".join(str(key) for key, _ in structure.parts)
     return f"{_brief(structure)} with {f'the parts {parts}' if parts else 'no tensors'}"
+
+
+def _different_entries(first: Any, second: Any) -> tuple[str, str]:
+    """Texts of two constants; of tuples, of the entries in which they differ. A pair is a name and its value."""
+    if not (isinstance(first, tuple) and isinstance(second, tuple)):
+        return repr(first), repr(second)
+
+    def text(entries: tuple[Any, ...], compared: tuple[Any, ...]) -> str:
+        own = [e for e in entries if not any(same_constants(e, there) for there in compared)]
+        named = (f"{e[0]}={e[1]!r}" if isinstance(e, tuple) and len(e) == 2 else repr(e) for e in own)
+        return ", ".join(named) or "nothing else"
+
+    return text(first, second), text(second, first)
 
 
 def leaf_names(structure: Structure) -> list[str]:

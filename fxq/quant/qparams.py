@@ -198,10 +198,6 @@ def as_zero_point(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32 if between else torch.int32, device=device)
 
 
-STORED_GRID = "fxq_grid"
-"""Attribute of a float parameter with the `QParams` of its weight, if that comes from a file of integers."""
-
-
 @dataclass(frozen=True, eq=False)
 class QParams:
     """Grid of one tensor: scale, zero point and integer limits.

@@ -1,74 +1,90 @@
-"""Grids of weights in a folder, from which an interrupted quantization resumes."""
+"""Stored grids: those that a quantized file gives its weights, carried by the parameters that are read from it."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxq.common.files import as_path, write_file
-from fxq.errors import FileError, words_of
-from fxq.quant.qparams import QParams
+from fxq.common.names import in_short
+from fxq.errors import warn
+from fxq.quant.qparams import QParams, dequantize, quantize
+from fxq.quant.spec import TensorSpec
 
-_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-
-
-@contextmanager
-def storing_grids(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Context in which `stored_grid` writes to a folder and reads from it; None: the context has no effect."""
-    token = _FOLDER.set(None if folder is None else as_path(folder))
-    try:
-        yield
-    finally:
-        _FOLDER.reset(token)
+_TOLERANCE = 1e-3
+"""How far from its grid a weight may lie, in steps, besides one rounding of its dtype, or to float16."""
 
 
-def stored_grid(weight: Tensor, how: str, compute: Callable[[], QParams]) -> QParams:
-    """Return the grid of a weight: from the folder of `storing_grids`, else computed and written there.
+class StoredGridParameter(nn.Parameter):
+    """Float parameter with the grid of its file, which copies and pickles of it have, too.
 
-    The name of its file is a checksum of everything that the grid depends on: all values of the weight, how the grid is
-    computed, and the versions of fxq and PyTorch.
+    Attributes:
+        grid: the grid. It stays when the values are changed, see `lies_on_grid`.
+    """
+
+    grid: QParams
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredGridParameter:
+        copied: StoredGridParameter = super().__deepcopy__(memo)
+        copied.grid = self.grid
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.data, self.requires_grad, self.grid)
+
+
+def _rebuilt(data: Tensor, requires_grad: bool, grid: QParams) -> nn.Parameter:
+    parameter = nn.Parameter(data, requires_grad)
+    store_grid(parameter, grid)
+    return parameter
+
+
+def store_grid(parameter: Tensor, grid: QParams) -> None:
+    """Give a float parameter the grid that its values lie on. It remains the same object, as for tied weights."""
+    parameter.__class__ = StoredGridParameter
+    vars(parameter)["grid"] = grid
+
+
+def stored_grid(tensor: Tensor | None) -> QParams | None:
+    """Return the grid that the file of a weight gave it; None if it has none."""
+    return tensor.grid if isinstance(tensor, StoredGridParameter) else None
+
+
+def grid_within(spec: TensorSpec, axis: int | None, grid: QParams) -> QParams | None:
+    """Return a grid with the integers of a spec that has the same floats; None if the spec has no such grid.
 
     Args:
-        weight: the weight.
-        how: text with all options of the computation.
-        compute: the computation.
-
-    Raises:
-        FileError: the file is damaged.
-        RenderError: the file cannot be written.
+        spec: the spec of a weight.
+        axis: channel axis of the spec's scales, or the axis that is cut into blocks.
+        grid: the grid; signed integers become unsigned ones, and the reverse, where the spec has those.
     """
-    folder = _FOLDER.get()
-    if folder is None:
-        return compute()
-    key = hashlib.sha256(f"{version('fxq')} {torch.__version__} {how} {weight.dtype} {[*weight.shape]} ".encode())
-    key.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    path = folder / f"{key.hexdigest()}.safetensors"
-    if path.exists():
-        return _read(path, weight.device)
-    grid = compute()
-    about = {"qmin": grid.qmin, "qmax": grid.qmax, "axis": grid.axis, "block": grid.block}
-    numbers = {name: str(value) for name, value in about.items() if value is not None}
-    tensors = {"scale": grid.scale, "zero_point": grid.zero_point, "dtype": torch.zeros(0, dtype=grid.dtype)}
-    write_file(path, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, numbers))
-    return grid
+    if grid.bits > spec.bits or grid.block != spec.block or grid.axis not in (axis, None):
+        return None
+    if grid.dtype is not spec.dtype:
+        shift = 2 ** (grid.bits - 1) * (-1 if spec.signed else 1)
+        qmin, qmax = grid.qmin + shift, grid.qmax + shift
+        grid = replace(grid, zero_point=grid.zero_point + shift, qmin=qmin, qmax=qmax, dtype=spec.dtype)
+    centered = not spec.symmetric or bool((grid.zero_point == (spec.qmin + spec.qmax + 1) // 2).all())
+    return grid if centered else None
 
 
-def _read(path: Path, device: torch.device) -> QParams:
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            about = {name: int(value) for name, value in file.metadata().items()}
-            scale, zero_point, dtype = (file.get_tensor(name) for name in ("scale", "zero_point", "dtype"))
-            axis, block = about.get("axis"), about.get("block")
-            return QParams(scale.clone(), zero_point.clone(), about["qmin"], about["qmax"], dtype.dtype, axis, block)
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
-        raise FileError(f"cannot read {str(path)!r}: {words_of(error)} Delete the file to compute it again.") from error
+def lies_on_grid(weight: Tensor, grid: QParams) -> bool:
+    """Whether all values of a weight are on a grid, up to rounding. Those of a weight that was trained are not.
+
+    A model that a file has in float16 may have been converted to float32, so that a weight was rounded to float16 once.
+    """
+    values = weight.detach().float()
+    eps = max(torch.finfo(dtype).eps for dtype in (weight.dtype, torch.float16))
+    integers = quantize(values, grid)
+    steps = dequantize(torch.ones_like(integers), replace(grid, zero_point=torch.zeros_like(grid.zero_point)))
+    bounds = steps.abs_().mul_(_TOLERANCE).add_(values.abs(), alpha=eps)
+    return bool((dequantize(integers, grid).sub_(values).abs_() <= bounds).all())
+
+
+def warn_off_grid(weights: Collection[str], consequence: str) -> None:
+    """Warn that weights were changed since they were read, if there are any, and what follows from it."""
+    if weights:
+        warn(f"weights that were changed are no longer on the grids of their file: {in_short(weights)}. {consequence}")

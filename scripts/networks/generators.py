@@ -93,9 +93,9 @@ def prompt(family: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def vision_language(attention: str = "sdpa") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Random Llava with a small CLIP and a small Llama, and a call with two images."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+def vision_language(attention: str = "sdpa", layers: int = 2) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Random Llava with a small CLIP and a small Llama of so many layers each, and a call with two images."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
     sight = transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
     text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=60)
     config = transformers.LlavaConfig(

@@ -12,13 +12,8 @@ from torch.utils import _pytree as pytree
 
 import fxq
 from fxq.common.container_data import as_data, from_data
-from fxq.common.containers import (
-    ContainerNames,
-    matches,
-    put_together,
-    register_container,
-    taken_apart,
-)
+from fxq.common.container_types import register_container
+from fxq.common.containers import ContainerNames, matches, put_together, taken_apart
 
 Pair = namedtuple("Pair", "first second")
 

@@ -88,6 +88,7 @@ def test_what_loses_is_named_with_its_times():
     said = slower_than_float([A, B], [], {a, b}, 0.0)
     assert said is not None and re.search(r"1\.3 times as long as in float .*: 4 ms instead of 3 ms", said)
     assert "a (3 ms, in float 1 ms)" in said and "b (" not in said
+    assert said.endswith('but not with effort="fast".')  # which times nothing
 
 
 KEPT = {a: Cost(4000.0, 5000.0), b: Cost(1000.0, 900.0)}

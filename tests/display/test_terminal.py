@@ -253,7 +253,7 @@ def test_linear_in_the_rows(terminal):
         return steps(lambda: str(ledger))
 
     work(10)
-    assert work(400) < 2.3 * work(200)
+    assert work(200) < 2.3 * work(100)
 
 
 # ---- names are data

@@ -129,6 +129,10 @@ def test_static_caches_are_refused_briefly(llama):
         with pytest.raises(fxq.InputError, match="no StaticCache: leave out cache_implementation") as error:
             run(llama[1], cache_implementation=name)
         assert len(str(error.value)) < 150
+    offloading = transformers.DynamicCache(config=llama[1].config)
+    offloading.offloading = True  # transformers needs a GPU to make one that does
+    with pytest.raises(fxq.InputError, match="no offloading: leave out cache_implementation"):
+        llama[1](IDS, cache=offloading)
 
 
 def test_results_that_no_graph_has_are_refused(llama):

@@ -14,7 +14,7 @@ import fxq
 from fxq.common.files import write_file
 from fxq.common.metrics import nbytes
 from fxq.errors import FileError, InputError
-from fxq.quant import stored_grids
+from fxq.quant import resumed_grids
 from tests.integrations.test_transformers_checkpoints import IDS, llama, logits
 
 transformers = pytest.importorskip("transformers")
@@ -140,7 +140,7 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return write_file(*arguments, **options)
 
-    monkeypatch.setattr(stored_grids, "write_file", interrupted)
+    monkeypatch.setattr(resumed_grids, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fxq.quantize(shell_of(), recipe_of(4), example_inputs=IDS, weights=files, checkpoint=scales)
     assert len(list(scales.iterdir())) == 2
@@ -157,7 +157,7 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
     save_file(changed, files / "b.safetensors")
     fxq.quantize(shell_of(), recipe_of(4), example_inputs=IDS, weights=files, checkpoint=scales)
     assert count == total + 1  # one weight is another
-    monkeypatch.setattr(stored_grids, "version", lambda _: "0.0.0")
+    monkeypatch.setattr(resumed_grids, "version", lambda _: "0.0.0")
     fxq.quantize(shell_of(), recipe_of(4), example_inputs=IDS, weights=files, checkpoint=scales)
     assert count > total + 3  # another version
 

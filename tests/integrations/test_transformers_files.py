@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:with integer weights"), pytest.
 
 INT8 = fxq.Recipe.weight_only(backend="reference")
 IDS = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
 
 
 def generated(model):

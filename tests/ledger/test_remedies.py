@@ -58,4 +58,4 @@ def test_finding_the_lines_takes_time_linear_in_the_readers():
 
         return steps(find)
 
-    assert ledger(100) < 5 * ledger(25)
+    assert ledger(60) < 5 * ledger(15)

@@ -223,3 +223,18 @@ def test_results_that_are_cached_tell_numbers_of_other_types_apart():
     integer, real = (graph(module(add), x) for add in (lambda self, x: x + 1, lambda self, x: x + 1.0))
     dtypes = [write_onnx(gm, [x]).outputs[0].dtype for gm in (integer, real, integer)]
     assert dtypes == [torch.int64, torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize("function", [lambda self, x: x / 3, lambda self, x: torch.sqrt(x)])
+def test_results_of_integers_have_the_default_dtype_of_the_moment(function):
+    x = torch.arange(1, 9)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            written = write_onnx(graph(module(function), x), [x])
+            expected, (result,) = function(None, x), run_onnxruntime(written.model, [x])
+        finally:
+            torch.set_default_dtype(before)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)

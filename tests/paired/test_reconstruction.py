@@ -8,7 +8,8 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError
-from fxq.paired.reconstruction import OutputError, Reconstruction
+from fxq.paired.integer_layers import OutputError
+from fxq.paired.reconstruction import Reconstruction
 from tests.support.graphs import expected, program, run_pass
 from tests.support.helpers import PLAIN, REFERENCE, plain
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
-from fxq.paired.reconstruction import OutputError, WeightRows
+from fxq.paired.integer_layers import OutputError, WeightRows
 from fxq.passes import AdaRound
 from tests.support.graphs import expected, program, run_pass
 

@@ -6,7 +6,8 @@ from torch import nn
 
 import fxq
 from fxq.api import run_passes
-from fxq.quant.qparams import STORED_GRID, QParams
+from fxq.quant.qparams import QParams
+from fxq.quant.stored_grids import store_grid
 from tests.support.machine import WITH_8_BITS
 
 
@@ -19,7 +20,7 @@ class Quantized(nn.Module):
         integers, scale = torch.randint(-127, 128, (4, 4)), torch.tensor([0.1, 0.2, 0.3, 0.4])
         grid = QParams(scale, torch.zeros(4, dtype=torch.int32), -127, 127, torch.int8, 0)
         self.layer.weight = nn.Parameter(integers * scale[:, None])
-        self.layer.weight.__dict__[STORED_GRID] = grid
+        store_grid(self.layer.weight, grid)
         self.low, self.high, self.dtype = (-128, 127, torch.int8) if signed else (0, 255, torch.uint8)
 
     def grid(self, x, scale, zero):
@@ -44,6 +45,8 @@ def quantized(between, signed=False, backend=WITH_8_BITS):
 def test_what_reads_dequantized_values_runs_on_integers(between, signed):
     model, qmodel, x = quantized(between, signed)
     assert not qmodel.ledger.count("float"), str(qmodel.ledger)
+    reasons = [row.reason for row in qmodel.ledger if row.op in ("quantize", "dequantize")]
+    assert reasons == ["converts between floats and integers"] * 4
     assert (qmodel(x) - model(x)).abs().max() <= 2.001  # one step, for a tie
 
 
@@ -97,7 +100,7 @@ def test_a_changed_weight_does_not_run_on_its_old_grid():
     with torch.no_grad():
         model.layer.weight.mul_(1.37)
     x = torch.randn(3, 4)
-    with pytest.warns(fxq.FxqWarning, match="off its grid"):
+    with pytest.warns(fxq.FxqWarning, match=r"no longer on the grids of their file: layer\.weight\..*run in float"):
         qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
     assert torch.equal(qmodel(x), model(x))
 

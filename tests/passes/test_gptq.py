@@ -9,7 +9,7 @@ from torch import nn
 import fxq
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError, RecipeError
-from fxq.paired.reconstruction import OutputError, WeightRows
+from fxq.paired.integer_layers import OutputError, WeightRows
 from fxq.passes import Gptq
 from tests.paired.test_used_rows import Pooled, padded
 from tests.support.graphs import expected, program, run_pass

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxq
-from fxq.common.containers import register_container
+from fxq.common.container_types import register_container
 from fxq.common.metrics import sqnr
 from fxq.programs.quantized_programs import QuantizedPrograms
 from tests.support.machine import no_warnings

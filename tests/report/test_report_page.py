@@ -229,12 +229,12 @@ def test_names_of_a_model_are_text_on_every_tab(browser, tmp_path):
                 assert column(page, "layer") == [EVIL, "</td><b>&amp;"]
 
 
-def test_thousands_of_ops_make_a_ledger_that_sorts_and_filters(browser, digits, tmp_path):
+def test_a_thousand_ops_make_a_ledger_that_sorts_and_filters(browser, digits, tmp_path):
     data = report_data(digits[0])
-    rows = [{**data["ledger"]["rows"][0], "op": ("linear", "relu")[i % 2]} for i in range(2000)]
+    rows = [{**data["ledger"]["rows"][0], "op": ("linear", "relu")[i % 2]} for i in range(1200)]
     data["ledger"] = {"coverage": 1.0, "rows": rows}
     with opened(browser, write_page(data, tmp_path / "r.html"), "tab=ledger") as page:
         page.locator('#view-ledger th[data-key="op"] button').click()
-        assert column(page, "op") == ["linear"] * 1000 + ["relu"] * 1000
+        assert column(page, "op") == ["linear"] * 600 + ["relu"] * 600
         page.locator("#ledger-filter").fill("relu")
-        assert page.locator("#view-ledger output").inner_text() == "1000 of 2000 ops"
+        assert page.locator("#view-ledger output").inner_text() == "600 of 1200 ops"

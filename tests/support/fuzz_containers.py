@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxq.common.containers import ContainerNames, Structure, register_container, taken_apart
+from fxq.common.container_types import register_container
+from fxq.common.containers import ContainerNames, Structure, taken_apart
 
 STATE_OPS = (
     "append", "keep", "replace", "add", "count", "in place", "part", "crop", "reorder", "alias", "cat in place"

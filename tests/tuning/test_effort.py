@@ -142,3 +142,9 @@ def test_the_effort_is_checked(monkeypatch):
     monkeypatch.setattr(effort.Ranks, "of", lambda group: SimpleNamespace(size=2))
     with pytest.raises(fxq.RecipeError, match="one process"):
         fxq.quantize(network(), data=images(1), effort="best")
+
+
+@pytest.mark.parametrize("chosen", ["fast", "default", "best"])
+def test_a_recipe_for_training_is_refused_with_the_reason(chosen):
+    with pytest.raises(fxq.RecipeError, match=r"'qat' needs training, which fxq.quantize does not do: call trained"):
+        fxq.quantize(network(), fxq.Recipe.qat(), data=images(1), effort=chosen)

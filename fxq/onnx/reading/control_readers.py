@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxq.onnx.reading.reader import Reader, Sizes, Traced, reads
+from fxq.onnx.reading.graph_builder import Sizes, Traced
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 
 MAX_ITERATIONS = 1000

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Traced
 from fxq.onnx.reading.layer_readers import conv, matmul
 from fxq.onnx.reading.pointwise_readers import cast_to, plain_product
 from fxq.onnx.reading.quantized_readers import dequantize, quantize, shifted
-from fxq.onnx.reading.reader import Reader, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxq.onnx.reading.graph_builder import Traced
 from fxq.onnx.reading.movement_readers import padded, rank_of
-from fxq.onnx.reading.reader import Reader, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
 

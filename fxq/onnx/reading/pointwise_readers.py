@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Traced
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
-from fxq.onnx.reading.reader import Reader, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 
 _UNARY: dict[str, Callable[..., Any]] = {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Traced
 from fxq.onnx.reading.layer_readers import average_pool, conv, gemm, matmul
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number
 from fxq.onnx.reading.pointwise_readers import cast_to
-from fxq.onnx.reading.reader import Reader, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.writer import refuse
 from fxq.quant.packing import unpack_adjacent
 from fxq.quant.qparams import QParams
@@ -35,13 +36,33 @@ def _grid(r: Reader, x: Any, scale: Any, zero_point: Any, axis: int, block_size:
     return parts[0], parts[1]
 
 
-def _is_grid(scale: Any, zero_point: Any) -> bool:
-    """Whether these are constants of one grid: a positive, finite float32 scale, and at most one zero point.
+@dataclass(frozen=True)
+class FloatIntegers:
+    """Floats with the values of integers that a node computes, which its readers take instead of the integers."""
+
+    values: Traced
+
+
+def _no_grid(x: Tensor, scale: Any, zero_point: Any, dtype: torch.dtype) -> str | None:
+    """Reason why an activation is computed in float ops; None if it has a grid of fxq: one positive float32 scale.
 
     Runtimes take other scales, too, such as 0 for values that are always 0.
+
+    Args:
+        x: the floats, without data.
+        scale: scale of the file.
+        zero_point: zero point of the file; None: 0.
+        dtype: type of the integers.
     """
-    numbers = all(part is None or (isinstance(part, Tensor) and part.numel() == 1) for part in (scale, zero_point))
-    return numbers and scale.dtype is torch.float32 and bool(torch.isfinite(scale) & (scale > 0))
+    if not isinstance(scale, Tensor) or not isinstance(zero_point, Tensor | None):
+        return "its scale is computed at run time"
+    if scale.numel() > 1 or (zero_point is not None and zero_point.numel() > 1):
+        return "it has several scales"
+    if not (scale.dtype is x.dtype is torch.float32):
+        return f"its values or scale are {x.dtype if scale.dtype is torch.float32 else scale.dtype}"
+    if dtype not in (torch.uint8, torch.int8):
+        return f"its integers are {dtype}"
+    return None if bool(torch.isfinite(scale) & (scale > 0)) else f"its scale is {float(scale):g}"
 
 
 def grid_of_integers(
@@ -92,32 +113,39 @@ def quantize(
     four_bit = output_dtype in FOUR_BIT or id(zero_point) in r.four_bit
     refuse(four_bit, "it quantizes to 4-bit integers")
     refuse(dtype not in _BOUNDS, f"it quantizes to {dtype}")
-    if _is_grid(scale, zero_point) and dtype in (torch.uint8, torch.int8) and r.like(x).dtype is torch.float32:
+    reason = _no_grid(r.like(x), scale, zero_point, dtype)
+    if reason is None:
         zero = 0 if zero_point is None else int(zero_point)
         return r.call(torch.ops.fxq.quantize.default, x, float(scale), zero, *_BOUNDS[dtype], dtype)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
     result = r.call(torch.round, r.call(torch.div, x, steps))
     if offset is not None:
         result = r.call(torch.add, result, cast_to(r, offset, torch.float32))
-    return cast_to(r, r.call(torch.clamp, result, *_BOUNDS[dtype]), dtype)
+    values = r.call(torch.clamp, result, *_BOUNDS[dtype])
+    integers = cast_to(r, values, dtype)
+    if isinstance(integers, Traced):
+        r.noted(FloatIntegers(values), integers)
+        r.in_float[values.node] = f"{r.label!r} ({reason})"
+    return integers
 
 
 @reads("DequantizeLinear")
 def dequantize(
     r: Reader, x: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int = 0, **attributes: Any
 ) -> Any:
-    eight_bit = r.like(x).dtype in (torch.uint8, torch.int8) and id(x) not in r.four_bit
-    if isinstance(x, Traced) and eight_bit and _is_grid(scale, zero_point):
+    own = r.notes.get(id(x))
+    is_grid = _no_grid(r.like(scale), scale, zero_point, r.like(x).dtype) is None
+    if isinstance(x, Traced) and is_grid and id(x) not in r.four_bit and not isinstance(own, FloatIntegers):
         zero = 0 if zero_point is None else int(zero_point)
         return r.call(torch.ops.fxq.dequantize.default, x, float(scale), zero)
     steps, offset = _grid(r, x, scale, zero_point, axis, block_size)
-    values = cast_to(r, x, r.like(scale).dtype)
+    values = cast_to(r, own.values if isinstance(own, FloatIntegers) else x, r.like(scale).dtype)
     if offset is not None:
         values = r.call(torch.sub, values, cast_to(r, offset, r.like(scale).dtype))
     result = r.call(torch.mul, values, steps)
     if isinstance(result, Tensor) and isinstance(x, Tensor):
         result = r.constant(r.names.get(id(x), r.label).removesuffix("_quantized"), result)
-        if scale.dtype is torch.float32 and isinstance(zero_point, Tensor | None):
+        if scale.is_floating_point() and isinstance(zero_point, Tensor | None):
             per_tensor = scale.numel() == 1 and not block_size
             shaped: list[Any] = [t.reshape(()) if per_tensor and t is not None else t for t in (scale, zero_point)]
             grid = grid_of_integers(

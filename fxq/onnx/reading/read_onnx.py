@@ -21,6 +21,7 @@ import fxq.onnx.reading.recurrent_readers
 import fxq.onnx.reading.reduction_readers
 import fxq.onnx.reading.resampling_readers
 import fxq.onnx.reading.size_readers  # noqa: F401  (registers the functions that read the ops)
+from fxq.common.names import in_short
 from fxq.errors import FileError, InputError, warn, words_of
 from fxq.onnx.reading.onnx_file import FOUR_BIT, dtype_of_number, load_model, opset_of
 from fxq.onnx.reading.reader import Reader
@@ -59,7 +60,7 @@ def read_onnx(
     """
     model = load_model(path)
     graph = model.graph
-    reader = Reader(opset_of(model))
+    reader = Reader(opset=opset_of(model))
     for initializer in graph.initializer:
         reader.values[initializer.name] = reader.declare(initializer)
     for name, size in (sizes or {}).items():
@@ -82,6 +83,13 @@ def read_onnx(
     reader.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(reader.root, reader.graph, "OnnxModel").eval()
     module.graph.eliminate_dead_code()
+    in_float = [reader.in_float[node] for node in module.graph.nodes if node in reader.in_float]
+    if in_float:
+        warn(
+            f"fxq computes what {len(in_float)} nodes of the file quantize in float, with the same results: "
+            f"{in_short(in_float)}. Integers need one constant float32 scale and 8 bits for each activation, or the "
+            "nodes that ONNX Runtime's dynamic quantizer writes. You can quantize the float model with fxq instead."
+        )
     module.delete_all_unused_submodules()
     module.recompile()
     return module

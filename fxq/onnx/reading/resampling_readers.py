@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Sizes, Traced
 from fxq.onnx.reading.pointwise_readers import cast_to
-from fxq.onnx.reading.reader import Reader, Sizes, Traced, reads
+from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
 

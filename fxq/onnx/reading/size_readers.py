@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxq.onnx.reading.graph_builder import Sizes, Traced
 from fxq.onnx.reading.onnx_file import dtype_of_number
-from fxq.onnx.reading.reader import SIZE_READERS, Reader, Sizes, Traced, reads
+from fxq.onnx.reading.reader import SIZE_READERS, Reader, reads
 from fxq.onnx.varying_sizes import decided, varies
 from fxq.onnx.writer import refuse
 

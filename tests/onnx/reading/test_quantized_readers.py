@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fxq
 from fxq.quant.dynamic_grid import ROUND_TO_RANGE
-from fxq.quant.qparams import STORED_GRID
+from fxq.quant.stored_grids import stored_grid
 from tests.support.machine import WITH_8_BITS
 from tests.support.onnx_text import parsed, reference
 
@@ -101,7 +101,7 @@ def test_weights_of_matmul_nbits_keep_their_blocks(tmp_path):
     net, x = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)).eval(), torch.randn(3, 64)
     exported = fxq.quantize(net, fxq.Recipe.weight_only(bits=4, per=32, backend="reference"), example_inputs=x)
     model = fxq.read_onnx(exported.export(tmp_path / "m.onnx", format="matmulnbits", check=False))
-    grids = [getattr(p, STORED_GRID) for p in model.parameters() if p.dim() == 2]
+    grids = [stored_grid(p) for p in model.parameters() if p.dim() == 2]
     assert [(grid.bits, grid.block, grid.axis) for grid in grids] == [(4, 32, 1), (4, 32, 1)]
     qmodel = fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x)
     assert qmodel.ledger.count("weight-only") == 2
@@ -132,7 +132,7 @@ def quantized_linear(axis=0, dtype=np.int8):
 def test_scales_of_a_transposed_weight_go_with_their_channels(dtype):
     model = fxq.read_onnx(quantized_linear(dtype=dtype))
     (weight,) = model.parameters()
-    grid = getattr(weight, STORED_GRID)
+    grid = stored_grid(weight)
     assert (grid.axis, grid.qmin, grid.zero_point.tolist()) == (0, -127, [0, 0, 0])  # unsigned around 128 is signed
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.2, 0.3]))
     x = torch.randn(5, 4) * 3
@@ -263,3 +263,65 @@ def test_a_product_of_the_integers_themselves_is_no_scale():
     file.graph.node[4].input[0] = "real_q"
     read, x = fxq.read_onnx(file), torch.randn(3, 4)
     torch.testing.assert_close(read(x), torch.from_numpy(reference(file, x)[0]), rtol=1e-4, atol=1e-4)
+
+
+def other_quantization(scale, dtype, zero=3):
+    """Values that are quantized as no grid of fxq does, before a linear layer with integers as its weight."""
+    scale = np.array(scale)
+    kind = "float16" if scale.dtype == np.float16 else "float"
+    weight = np.arange(12, dtype=np.int8).reshape(4, 3) * 9 - 50
+    constants = {"s": scale, "z": np.full(scale.shape, zero, dtype), "w": weight, "w_scale": np.array(0.1, scale.dtype)}
+    body = """
+        q = QuantizeLinear<axis = 1>(x, s, z)
+        d = DequantizeLinear<axis = 1>(q, s, z)
+        real = DequantizeLinear(w, w_scale)
+        y = MatMul(d, real)
+    """
+    return parsed(body, f"{kind}[N, 4] x", f"{kind}[N, 3] y", constants, opset=21)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "reason"),
+    [
+        (np.float16(0.05), np.uint8, "float16"),
+        (np.float32(0.0005), np.uint16, "its integers are torch.uint16"),
+        (np.float32(0.0005), np.int16, "its integers are torch.int16"),
+        (np.array([0.05, 0.04, 0.03, 0.02], np.float32), np.uint8, "it has several scales"),
+    ],
+)
+def test_values_that_a_file_quantizes_otherwise_are_said_to_be_float(tmp_path, scale, dtype, reason):
+    file = other_quantization(scale, dtype)
+    with pytest.warns(fxq.FxqWarning, match=rf"in float, with the same results: '.*' \(.*{reason}"):
+        model = fxq.read_onnx(file)
+    x = (torch.randn(5, 4) * 3).to(torch.float16 if scale.dtype == np.float16 else torch.float32)
+    expected = torch.from_numpy(reference(file, x)[0])
+    sums = {"rtol": 0, "atol": float(expected.abs().max()) * 4 * torch.finfo(x.dtype).eps}  # of four products
+    torch.testing.assert_close(model(x), expected, **sums)
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(backend="reference", optimize="coverage"), example_inputs=x)
+    torch.testing.assert_close(qmodel(x), expected, **sums)  # the weight is on its integers
+    exported = qmodel.export(tmp_path / "m.onnx", check=False)
+    torch.testing.assert_close(torch.from_numpy(reference(onnx.load(exported), x)[0]), expected, **sums)
+
+
+def test_exports_with_dynamic_ranges_are_said_to_be_float(tmp_path):
+    """Of ranges per row, which ONNX has no op for; those of ONNX Runtime's quantizer are read as layers."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval(), torch.randn(3, 16)
+    exported = fxq.quantize(net, fxq.Recipe.dynamic(backend="reference", optimize="coverage"), example_inputs=x)
+    with pytest.warns(fxq.FxqWarning, match="its scale is computed at run time"):
+        model = fxq.read_onnx(exported.export(tmp_path / "m.onnx", check=False))
+    torch.testing.assert_close(model(x), exported(x), rtol=0, atol=1e-5)
+
+
+def test_weights_of_a_float16_model_have_their_integers_in_float32():
+    weight = np.random.default_rng(0).integers(0, 256, (8, 2, 16)).astype(np.uint8)
+    constants = {"w": weight, "s": np.linspace(0.1, 1.1, 16).reshape(8, 2).astype(np.float16)}
+    body = "y = com.microsoft.MatMulNBits<K = 64, N = 8, bits = 4, block_size = 32>(x, w, s)"
+    model, x = fxq.read_onnx(parsed(body, "float16[N, 64] x", "float16[N, 8] y", constants)), torch.randn(3, 64)
+    with pytest.warns(fxq.FxqWarning, match="is float16, not float32"):
+        fxq.quantize(model, fxq.Recipe.stored(backend="reference"), example_inputs=x.half())
+    qmodel = fxq.quantize(model.float(), fxq.Recipe.stored(backend="reference"), example_inputs=x)
+    assert qmodel.ledger.count("weight-only") == 1
+    integers = torch.from_numpy(np.stack([weight & 15, weight >> 4], -1).reshape(8, 64).astype(np.float32)) - 8
+    exact = F.linear(x, integers * torch.from_numpy(constants["s"]).float().repeat_interleave(32, 1))
+    torch.testing.assert_close(qmodel(x), exact, rtol=1e-5, atol=1e-4)  # float32 sums
