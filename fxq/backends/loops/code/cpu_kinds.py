@@ -55,6 +55,11 @@ class CpuKind:
     is_played: bool = False
 
     @property
+    def x_bytes(self) -> int:
+        """Bytes of an integer of a pixel as tiles of layers read it: with `dot` as it is, uint8, else as int16."""
+        return 1 if self.dot else 2
+
+    @property
     def has_avx512(self) -> bool:
         """Whether vectors have 512 bits, with AVX512's instructions for floats."""
         return self.bits == 512
@@ -79,7 +84,7 @@ KINDS = (
         "amx_int8", (*_AVX512, "avx512vnni", *AMX), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32), has_amx=True
     ),
     CpuKind("avx512_vnni", (*_AVX512, "avx512vnni"), (), 512, _DOT_512, _PAIRS_512, 12, 64, 4, (12, 32)),
-    CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 12, 0, 1, (12, 32)),
+    CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 8, 0, 1, (12, 32)),
     CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
     CpuKind("avx2", ("avx2", "fma"), ("avx512f", "avxvnni"), 256, "", _PAIRS_256, 4, 0, 1, (4, 16)),
     CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _DOT_NEON.format("us"), "", 6, 0, 1, (4, 16)),

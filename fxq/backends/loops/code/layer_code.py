@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -19,14 +20,16 @@ class TileInput(NamedTuple):
     In loops, all are int64; in the code here, LLVM values.
 
     Attributes:
-        x: Address of integers, uint8.
-        places: Address of int32: bytes from `x` to the first integer of each pixel.
-        runs: Address of int32: bytes from there to each run of integers that a pixel reads.
+        x: Address of integers, uint8. Tiles that are not depthwise read integers of `CpuKind.x_bytes`.
+        places: Address of int32: integers from `x` to the first integer of each pixel.
+        runs: Address of int32: integers from there to each run of integers that a pixel reads.
         run_count: Number of runs. Of wide tiles, number of fours of runs.
         groups: Groups of `GROUP` integers in a run. Depthwise tiles have none: their runs have an integer per channel.
         weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, channels, 4).
         start: Address of int32 (16,): initial sums; with `CpuKind.x_offset`, that times the weights is among them. Wide
             tiles have one for each channel.
+        own: Address of int32: number that is subtracted from the sums of each pixel, see `sum_own_products`; read by
+            kinds without `CpuKind.dot`.
     """
 
     x: Any
@@ -36,6 +39,7 @@ class TileInput(NamedTuple):
     groups: Any
     weight: Any
     start: Any
+    own: Any
 
 
 class TileOutput(NamedTuple):
@@ -72,44 +76,79 @@ class Residual(NamedTuple):
 
 def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
     """Registers for the sums of each pixel, with their initial values."""
-    totals = [[cgutils.alloca_once(b, initial.type) for initial in initial_values] for _ in range(pixels)]
-    for row in totals:
-        for total, initial in zip(row, initial_values, strict=True):
-            b.store(initial, total)
-    return totals
+    return [[_register(b, initial) for initial in initial_values] for _ in range(pixels)]
 
 
-def _pixel_addresses(b: Any, x: Any, places: Any, pixels: int) -> list[Any]:
-    """Addresses of pixels, from their distances to `x`, int32, at `places`."""
-    return [b.add(x, b.sext(load(b, places, INT32, 4 * p), INT64)) for p in range(pixels)]
+def _register(b: Any, initial: Any) -> Any:
+    """Register with an initial value."""
+    register = cgutils.alloca_once(b, initial.type)
+    b.store(initial, register)
+    return register
 
 
-def _run_offset(b: Any, runs: Any, index: Any) -> Any:
-    """Bytes from a pixel to the begin of a run that it reads."""
-    return b.sext(load(b, b.add(runs, b.mul(index, number(4))), INT32), INT64)
+def _pixel_addresses(b: Any, x: Any, places: Any, pixels: int, size: int = 1) -> list[Any]:
+    """Addresses of pixels, from their distances to `x`, int32, at `places`. Integers have `size` bytes."""
+    return [b.add(x, b.mul(b.sext(load(b, places, INT32, 4 * p), INT64), number(size))) for p in range(pixels)]
+
+
+def _run_offset(b: Any, runs: Any, index: Any, size: int = 1) -> Any:
+    """Bytes from a pixel to the begin of a run that it reads. Integers have `size` bytes."""
+    return b.mul(b.sext(load(b, b.add(runs, b.mul(index, number(4))), INT32), INT64), number(size))
 
 
 def _layer_sums(b: Any, pixels: int, tile: TileInput) -> list[Any]:
-    """Sums of 16 columns of a product, for each of some pixels."""
-    totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
-    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
+    """Sums of 16 columns of a product, for each of some pixels.
+
+    Integers of pixels have `CpuKind.x_bytes`, and those of the weight in a large tile.
+    """
+    size = machine_code.KIND.x_bytes
+    weight_size = size if pixels == machine_code.KIND.tile_pixels else 1
+    start = load(b, tile.start, INTS)
+    own = [load(b, tile.own, INT32, 4 * p) for p in range(pixels)] if size == 2 else []
+    totals = [_register(b, b.sub(start, splat(b, x))) for x in own] or [_register(b, start) for _ in range(pixels)]
+    bases = _pixel_addresses(b, tile.x, tile.places, pixels, size)
     weight_address = cgutils.alloca_once(b, INT64)
     b.store(tile.weight, weight_address)
     # The weight of the next 16 columns is stored after the weight of these.
     next_columns = b.mul(b.mul(tile.run_count, tile.groups), number(LANES * GROUP))
     with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
-        run_offset = _run_offset(b, tile.runs, run.index)
+        run_offset = _run_offset(b, tile.runs, run.index, size)
         lines = [b.add(base, run_offset) for base in bases]
         with cgutils.for_range(b, tile.groups, intp=INT64) as group:
             address = b.load(weight_address)
-            columns = products.group_of_weight(b, address)
-            b.store(b.add(address, number(LANES * GROUP)), weight_address)
-            vectors.prefetch(b, b.add(address, next_columns))
-            offset = b.mul(group.index, number(GROUP))
-            for line, (total,) in zip(lines, totals, strict=True):
-                values = products.group_of_pixel(b, load(b, b.add(line, offset), INT32))
+            columns = products.group_of_weight(b, address, weight_size)
+            b.store(b.add(address, number(LANES * GROUP * weight_size)), weight_address)
+            if weight_size == 1:
+                vectors.prefetch(b, b.add(address, next_columns))
+            offset = b.mul(group.index, number(GROUP * size))
+            for line, total in zip(lines, totals, strict=True):
+                values = products.group_of_pixel(b, b.add(line, offset))
                 b.store(products.add_products(b, b.load(total), values, columns), total)
-    return [b.load(total) for (total,) in totals]
+    return [b.load(total) for total in totals]
+
+
+@on_addresses
+def sum_own_products(b, tile, pixels):
+    """Store the sum of the products within the groups of each pixel (`add_own_products`) at `tile.own`.
+
+    Up to 64 bytes after a run are read.
+    """
+    at_once = LANES // 2
+    with cgutils.for_range(b, pixels, intp=INT64) as pixel:
+        base = pixel_address(b, tile.x, tile.places, pixel.index, 2)
+        total = _register(b, ir.Constant(INTS, None))
+        with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
+            line = b.add(base, _run_offset(b, tile.runs, run.index, 2))
+            whole = b.udiv(tile.groups, number(at_once))
+            with cgutils.for_range(b, whole, intp=INT64) as part:
+                address = b.add(line, b.mul(part.index, number(2 * GROUP * at_once)))
+                b.store(products.add_own_products(b, b.load(total), address), total)
+            left = b.urem(tile.groups, number(at_once))
+            with b.if_then(b.icmp_signed(">", left, number(0))):
+                address = b.add(line, b.mul(whole, number(2 * GROUP * at_once)))
+                b.store(products.add_own_products(b, b.load(total), address, left), total)
+        result = vectors.call_intrinsic(b, f"llvm.vector.reduce.add.v{LANES}i32", INT32, [b.load(total)])
+        store(b, result, b.add(tile.own, b.mul(pixel.index, number(4))))
 
 
 def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[Any]:
@@ -176,10 +215,10 @@ FinishCode = Callable[[Any, Any], Any]
 """Function of a pixel, a number or an LLVM value, and its 16 sums, that returns 16 bytes."""
 
 
-def pixel_address(b: Any, x: Any, places: Any, pixel: Any) -> Any:
+def pixel_address(b: Any, x: Any, places: Any, pixel: Any, size: int = 1) -> Any:
     """Address of a pixel, a number or an LLVM value, from its distance to `x`, int32, at `places`."""
     offset = b.mul(number(pixel) if isinstance(pixel, int) else pixel, number(4))
-    return b.add(x, b.sext(load(b, b.add(places, offset), INT32), INT64))
+    return b.add(x, b.mul(b.sext(load(b, b.add(places, offset), INT32), INT64), number(size)))
 
 
 def rounding(b: Any, result: TileOutput) -> FinishCode:
@@ -240,7 +279,7 @@ def layer_tile(pixels: int) -> Any:
         for p, total in enumerate(_layer_sums(b, pixels, tile)):
             store(b, total, b.add(sums, number(4 * LANES * p)))
 
-    return on_addresses(code)
+    return on_addresses(code, is_called=pixels == TILE_PIXELS)
 
 
 def rounded_layer_tile(pixels: int) -> Any:
@@ -250,7 +289,7 @@ def rounded_layer_tile(pixels: int) -> Any:
         sums = _layer_sums(b, pixels, tile)
         _store_bytes(b, sums, result, rounding(b, result))
 
-    return on_addresses(code)
+    return on_addresses(code, is_called=pixels == TILE_PIXELS)
 
 
 def activation_tile(function: Callable[[Any, Any], Any]) -> Any:
@@ -260,17 +299,17 @@ def activation_tile(function: Callable[[Any, Any], Any]) -> Any:
         sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
         _store_bytes(b, sums, result, quantizing(b, result, lambda _, y: function(b, y)))
 
-    return on_addresses(code)
+    return on_addresses(code, is_called=True)
 
 
-@on_addresses
+@partial(on_addresses, is_called=True)
 def prelu_many(b, tile, result, slope):
     """Compute a large tile with PReLU before the rounding; `slope` is the address of float32 (16,), by column."""
     sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)
     _store_bytes(b, sums, result, with_prelu(b, result, slope))
 
 
-@on_addresses
+@partial(on_addresses, is_called=True)
 def residual_many(b, tile, result, residual):
     """Compute a large tile, and add a `Residual` before the rounding."""
     sums = _layer_sums(b, machine_code.KIND.tile_pixels, tile)

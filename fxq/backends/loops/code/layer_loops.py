@@ -23,7 +23,8 @@ begins at the address ``x + places[p] + runs[r]``::
         . [run 2    ] . . . . .       groups     3 * C / GROUP
         . . . . . . . . . . . .
 
-All blocks of `PIXELS_AT_ONCE` pixels are computed before further pixels, while their input is in the cache.
+All blocks of `PIXELS_AT_ONCE` pixels are computed before further pixels, while their input is in the cache. Kinds of
+CPU that multiply integers of 16 bits (`products.py`) convert it before, and the weight of a block for its large tiles.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from fxq.backends.loops.code.layer_code import (
     round_many,
     round_one,
     silu_many,
+    sum_own_products,
 )
-from fxq.backends.loops.code.machine_code import TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS
+from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS, X_BYTES
 from fxq.backends.loops.code.memory_loops import (
     CLAMP,
     HARDSWISH,
@@ -63,9 +65,12 @@ from fxq.backends.loops.code.memory_loops import (
     SILU,
     address_of,
     apply_function,
+    bytes_,
     floats,
     ints,
     scratch_of,
+    shorts,
+    signed_bytes,
     write,
 )
 from fxq.backends.loops.code.step_fields import DepthwiseField, LinearField, ProductField
@@ -79,6 +84,10 @@ _WIDE_BYTES = _INT_BYTES * WIDE_CHANNELS
 """Bytes of a number of each of the channels that a wide depthwise tile computes."""
 _WIDE_VECTORS = WIDE_CHANNELS // LANES
 """Vectors of 16 channels of such a tile."""
+_CONVERTS = X_BYTES == 2
+"""Whether integers are converted to int16."""
+CONVERTED_AT = 2 * _BLOCK_BYTES * TILE_PIXELS
+"""Bytes from the scratch memory, which begins with sums and results of a tile, to what is computed for int16."""
 _ROWS_AT_ONCE = 8
 """Rows for which a float layer reads its weight once."""
 STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION = range(5)
@@ -211,6 +220,42 @@ def _finish_large_tile(code, function, tile, result, slope, residual):
 
 
 @helper
+def _convert_pixels(x, places, pixels, runs, run_count, groups, own, wide):
+    """Copy the memory that some pixels read as int16, and store the sums of their own products.
+
+    Args:
+        x: Address of integers, uint8.
+        places: See `TileInput`.
+        pixels: Number of pixels.
+        runs: See `TileInput`.
+        run_count: See `TileInput`.
+        groups: See `TileInput`.
+        own: See `TileInput`; written.
+        wide: Address of the copy.
+
+    Returns:
+        The address from which the places of the pixels count in the copy.
+    """
+    x_places, x_runs = carray(ints(places), pixels), carray(ints(runs), run_count)
+    first = x_places.min() + x_runs.min()
+    count = x_places.max() + x_runs.max() + GROUP * groups - first
+    source, target = carray(bytes_(x + first), count), carray(shorts(wide), count)
+    for k in range(count):
+        target[k] = source[k]
+    converted = wide - X_BYTES * first
+    sum_own_products(TileInput(converted, places, runs, run_count, groups, 0, 0, own), pixels)
+    return converted
+
+
+@helper
+def _convert_weight(weight, count, wide):
+    """Copy a weight as int16."""
+    source, target = carray(signed_bytes(weight), count), carray(shorts(wide), count)
+    for k in range(count):
+        target[k] = source[k]
+
+
+@helper
 def product(step, bases):
     """Compute an integer layer. Fields: `ProductField`.
 
@@ -228,10 +273,22 @@ def product(step, bases):
     spread, residual = step[ProductField.SPREAD], address_of(bases, step, ProductField.RESIDUAL)
     residual_places, residual_grid = step[ProductField.RESIDUAL_PLACES], step[ProductField.RESIDUAL_GRID]
     code, sums = step[ProductField.EPILOGUE], scratch_of(bases)
+    own = sums + CONVERTED_AT
+    wide_weight = own + _BLOCK_BYTES * ((min(pixels, pixels_at_once) + LANES - 1) // LANES)  # cache lines
     out_step = 0 if spread else _BLOCK_BYTES if to_floats else LANES
     for first in range(0, pixels, pixels_at_once):
         last = min(first + pixels_at_once, pixels)
+        x_read = x
+        if _CONVERTS and not is_depthwise:
+            x_read = _convert_pixels(
+                x, x_places + _INT_BYTES * first, last - first, runs, run_count, groups, own,
+                wide_weight + X_BYTES * block_bytes,
+            )  # fmt: skip
         for k in range(blocks):
+            large_weight = weight + k * block_bytes
+            if _CONVERTS and not is_depthwise and last - first >= TILE_PIXELS:
+                _convert_weight(large_weight, block_bytes, wide_weight)
+                large_weight = wide_weight
             offset, p = _BLOCK_BYTES * k, first
             epilogue = TileEpilogue(
                 function, slope + offset, to_floats, min(LANES, channels - LANES * k), spread + offset if spread else 0
@@ -240,8 +297,9 @@ def product(step, bases):
                 left, here = last - p, _INT_BYTES * p
                 size = TILE_PIXELS if left >= TILE_PIXELS and not is_depthwise else 4 if left >= 4 else 1
                 tile = TileInput(
-                    x + k * block_step, x_places + here, runs, run_count, groups, weight + k * block_bytes,
-                    start + offset,
+                    x_read + k * block_step, x_places + here, runs, run_count, groups,
+                    large_weight if size == TILE_PIXELS else weight + k * block_bytes, start + offset,
+                    own + _INT_BYTES * (p - first),
                 )  # fmt: skip
                 result = TileOutput(scale + offset, bias + offset, numbers, out + k * out_step, out_places + here)
                 added = Residual(residual + LANES * k if residual_places else 0, residual_places + here, residual_grid)
@@ -273,7 +331,7 @@ def depthwise(step, bases):
             size = WIDE_PIXELS if pixels - p >= WIDE_PIXELS else 1
             tile = TileInput(
                 x + WIDE_CHANNELS * k, x_places + _INT_BYTES * p, runs, fours, 0, weight + fours * offset,
-                start + offset,
+                start + offset, 0,
             )  # fmt: skip
             if size == WIDE_PIXELS:
                 many_wide(tile, s, b, floats_out)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -16,15 +17,22 @@ KIND = cpu_kind()
 """Kind of CPU that code is written for. Its features are read when code is emitted."""
 GROUP = 4
 """Products that are added to a sum at once. Weights are stored in groups of so many input channels."""
+X_BYTES = KIND.x_bytes
+"""Bytes of an integer of a pixel in tiles of layers, see `CpuKind`."""
 TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS = KIND.tile_pixels, KIND.wide_channels, KIND.wide_pixels
 """Sizes of tiles, see `CpuKind`."""
 
 
-def on_addresses(code: Callable[..., None]) -> Any:
+def on_addresses(code: Callable[..., None], is_called: bool = False) -> Any:
     """Decorate `code(builder, *arguments)`, which emits LLVM instructions, as a Numba function.
 
     Its arguments are int64, or named tuples of int64, which `code` gets as tuples of LLVM values with these names.
     `code` is also the attribute `emit` of the result.
+
+    Args:
+        code: The function.
+        is_called: Whether its instructions are a function of their own, which gets all registers, and not part of the
+            caller's code.
     """
     _, *parameters = inspect.signature(code).parameters.values()
 
@@ -35,8 +43,20 @@ def on_addresses(code: Callable[..., None]) -> Any:
         )
 
         def body(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            pairs = zip(args, classes, strict=True)
-            code(b, *[value if cls is None else cls(*cgutils.unpack_tuple(b, value)) for value, cls in pairs])
+            groups = [
+                [value] if cls is None else cgutils.unpack_tuple(b, value)
+                for value, cls in zip(args, classes, strict=True)
+            ]
+            values = [value for group in groups for value in group]
+            if is_called:
+                function = _function(b, len(values))
+                b.call(function, values)
+                b, values = ir.IRBuilder(function.append_basic_block()), list(function.args)
+            left = iter(values)
+            taken = [[next(left) for _ in group] for group in groups]
+            code(b, *[group[0] if cls is None else cls(*group) for group, cls in zip(taken, classes, strict=True)])
+            if is_called:
+                b.ret_void()
             return context.get_dummy_value()
 
         return signature, body
@@ -51,4 +71,14 @@ def on_addresses(code: Callable[..., None]) -> Any:
     declared.__doc__ = code.__doc__
     function: Any = intrinsic(declared)
     function.emit = code
+    return function
+
+
+def _function(b: Any, count: int) -> Any:
+    """New function of some int64 in the module of a builder, which LLVM does not make part of its callers."""
+    name = b.module.get_unique_name("tile")
+    function = ir.Function(b.module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    function.attributes.add("noimplicitfloat")
     return function

@@ -36,7 +36,9 @@ def _pointer(dtype: Any) -> Any:
     return pointer
 
 
-floats, bytes_, ints, words = map(_pointer, (types.float32, types.uint8, types.int32, types.int64))
+floats, bytes_, signed_bytes, shorts, ints, words = map(
+    _pointer, (types.float32, types.uint8, types.int8, types.int16, types.int32, types.int64)
+)
 
 
 @helper

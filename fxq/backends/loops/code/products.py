@@ -1,8 +1,14 @@
 """Machine code that adds products of unsigned and signed integers to 16 sums, exactly, for each kind of CPU.
 
 Four integers of a pixel, uint8, are multiplied by four of each of 16 columns, int8. CPUs with VNNI add all four
-products at once. On others, integers of 16 bits are multiplied, and products are added in pairs, in int32: the first
-and the third, then the second and the fourth. Sums of pairs in 16 bits would saturate.
+products at once. On others, integers of 16 bits are multiplied, and products are added in pairs, in int32: sums of
+pairs in 16 bits would saturate. Pixels are int16 there (`CpuKind.x_bytes`), and half of the multiplications become
+additions, as in Winograd (1968), "A new algorithm for inner product"::
+
+    x0 w0 + x2 w2 = (x0 + w2) (x2 + w0) - x0 x2 - w2 w0
+
+The products of two integers of a pixel do not depend on the column (`add_own_products`), and those of two weights not
+on the pixel: initial sums contain both.
 """
 
 from __future__ import annotations
@@ -14,36 +20,49 @@ import llvmlite.binding
 from llvmlite import ir
 
 from fxq.backends.loops.code import machine_code, vectors
-from fxq.backends.loops.code.vectors import INT8, INT16, INT32, INTS, LANES, load, splat
+from fxq.backends.loops.code.vectors import INT8, INT16, INT32, INT64, INTS, LANES, load, splat
 
 _PAIRS = ir.VectorType(INT16, 2 * LANES)
 """Two integers of each of 16 sums."""
 
 
-def group_of_pixel(b: Any, x: Any) -> list[Any]:
-    """Vectors that `add_products` multiplies: of four integers of a pixel, which are an int32."""
+def group_of_pixel(b: Any, address: Any) -> list[Any]:
+    """Vectors that `add_products` multiplies: four integers of a pixel, of `CpuKind.x_bytes` each."""
     kind = machine_code.KIND
+    x = load(b, address, INT32)
     if kind.dot:
         return [splat(b, b.xor(x, ir.Constant(INT32, kind.x_offset * 0x01010101)) if kind.x_offset else x)]
-    every = splat(b, x)
-    pairs = b.bitcast(every, _PAIRS)
-    low, shift = (ir.Constant(_PAIRS, [value] * (2 * LANES)) for value in (255, 8))
-    return [b.and_(pairs, low), b.lshr(pairs, shift)]
+    return [b.bitcast(splat(b, pair), _PAIRS) for pair in (x, load(b, address, INT32, 4))]
 
 
-def group_of_weight(b: Any, address: Any) -> list[Any]:
-    """Vectors that `add_products` multiplies: of four weights of each of 16 columns, as they are stored."""
+def group_of_weight(b: Any, address: Any, size: int = 1) -> list[Any]:
+    """Vectors that `add_products` multiplies: four weights of each of 16 columns, of `size` bytes each.
+
+    With `CpuKind.dot`, it is one vector, else one with the first two weights of each column, and one with the others.
+    """
     if machine_code.KIND.dot:
         return [load(b, address, INTS)]
-    halves = (load(b, address, ir.VectorType(INT8, 2 * LANES), 2 * LANES * k) for k in (0, 1))
-    return [b.sext(half, _PAIRS) for half in halves]
+    weights = ir.VectorType(ir.IntType(8 * size), 2 * LANES)
+    halves = (load(b, address, weights, 2 * LANES * size * k) for k in (0, 1))
+    return [half if size == 2 else b.sext(half, _PAIRS) for half in halves]
 
 
 def add_products(b: Any, total: Any, xs: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Add the products of two groups to 16 sums."""
-    for x, weight in zip(xs, weights, strict=True):
-        total = add_dot(b, total, x, weight) if machine_code.KIND.dot else b.add(total, add_pairs(b, x, weight))
-    return total
+    """Add the products of two groups to 16 sums; without `CpuKind.dot` also those within each group."""
+    if machine_code.KIND.dot:
+        return add_dot(b, total, xs[0], weights[0])
+    return b.add(total, add_pairs(b, b.add(xs[1], weights[0]), b.add(xs[0], weights[1])))
+
+
+def add_own_products(b: Any, total: Any, address: Any, groups: Any = None) -> Any:
+    """Add the products within 8 groups of int16, or the first `groups` of them, to int32 (16,) that is summed later."""
+    halves = ir.VectorType(INT64, LANES // 2)
+    x = load(b, address, halves)
+    if groups is not None:
+        numbers = ir.Constant(halves, list(range(LANES // 2)))
+        x = b.select(b.icmp_signed("<", numbers, splat(b, groups, LANES // 2)), x, ir.Constant(halves, None))
+    last = b.lshr(x, ir.Constant(halves, [32] * (LANES // 2)))  # the last two integers of each group, and two zeros
+    return b.add(total, add_pairs(b, b.bitcast(x, _PAIRS), b.bitcast(last, _PAIRS)))
 
 
 def add_dot(b: Any, total: Any, x: Any, weight: Any) -> Any:

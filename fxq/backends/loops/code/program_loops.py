@@ -29,6 +29,7 @@ from fxq.backends.loops.code.image_loops import move, norm, pointwise, pool, qua
 from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL as ADD_RESIDUAL
 from fxq.backends.loops.code.layer_loops import APPLY_FUNCTION as APPLY_FUNCTION
 from fxq.backends.loops.code.layer_loops import APPLY_PRELU as APPLY_PRELU
+from fxq.backends.loops.code.layer_loops import CONVERTED_AT as CONVERTED_AT
 from fxq.backends.loops.code.layer_loops import ROUND as ROUND
 from fxq.backends.loops.code.layer_loops import STORE_SUMS as STORE_SUMS
 from fxq.backends.loops.code.layer_loops import depthwise, linear, product
@@ -36,6 +37,7 @@ from fxq.backends.loops.code.machine_code import GROUP as GROUP
 from fxq.backends.loops.code.machine_code import KIND as KIND
 from fxq.backends.loops.code.machine_code import TILE_PIXELS as TILE_PIXELS
 from fxq.backends.loops.code.machine_code import WIDE_CHANNELS as WIDE_CHANNELS
+from fxq.backends.loops.code.machine_code import X_BYTES as X_BYTES
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
 from fxq.backends.loops.code.memory_loops import NO_FUNCTION as NO_FUNCTION
 

@@ -6,7 +6,7 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
     weight, int8 (columns, taps, C)           taps that are side by side in memory are one run
         -> (blocks, runs, groups, 16, GROUP)  columns padded to blocks of 16, runs padded to groups of GROUP
         or (blocks, runs * groups, 16, GROUP) for AMX: runs together padded to 16 groups
-        or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: first and third of a group, then others
+        or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: two of a group, then the others
     weight of a depthwise layer, int8 (C, taps)
         -> (taps, blocks * 16)                tiles of 16 channels
         -> (blocks, fours, wide, 4)           wide tiles, which read four taps at once
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.loops.code.step_fields import AttentionField, DepthwiseField, LinearField, ProductField
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, Area
+from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SLACK_BYTES, Area
 from fxq.backends.loops.programs.program_steps import CLAMP, ProgramStep, RowWriter
 from fxq.quant.qparams import QParams
 
@@ -102,10 +102,28 @@ class ProductStep(ProgramStep):
 
     def scratch(self, loops: ModuleType) -> int:
         usual = super().scratch(loops)
+        if loops.X_BYTES == 2 and self.weight.dim() == 3:
+            of_block = LANES * len(self.taps) * (self.weight.shape[2] + loops.GROUP)
+            wide = loops.X_BYTES * (of_block + self._read_at_once(loops)) + SLACK_BYTES
+            return max(usual, int(loops.CONVERTED_AT) + 4 * (self._pixels_at_once(loops) + LANES) + wide)
         if not self._uses_amx(loops):
             return usual
         groups = len(self.taps) * -(-self.weight.shape[2] // loops.GROUP)  # or less if taps are one run
         return max(usual, int(loops.amx_scratch(self._copied_pixels(loops, groups), groups)))
+
+    def _pixels_at_once(self, loops: ModuleType) -> int:
+        """Number of pixels that all columns are computed for, before further pixels."""
+        bytes_per_pixel = self.x.pixel_stride * self.stride[1] * self.stride[0] * loops.X_BYTES
+        fitting = max(MIN_PIXELS_AT_ONCE, loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel)
+        return int(fitting // loops.TILE_PIXELS * loops.TILE_PIXELS)
+
+    def _read_at_once(self, loops: ModuleType) -> int:
+        """Largest number of integers from the first one that so many pixels read to the last one."""
+        x, offsets = self.x, [self.x.place(*tap) for tap in self.taps]
+        places = self._places(x, self.first, self.stride)
+        at_once = min(self._pixels_at_once(loops), len(places))
+        distance = int((places[at_once - 1 :] - places[: len(places) - at_once + 1]).max())
+        return distance + max(offsets) - min(offsets) + x.pixel_stride + loops.GROUP
 
     def _uses_amx(self, loops: ModuleType) -> bool:
         """Whether AMX computes the layer: it is large enough, and not depthwise."""
@@ -153,8 +171,7 @@ class ProductStep(ProgramStep):
         x_places = self._places(x, self.first, self.stride, channel if is_depthwise else 0)
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
-        bytes_per_pixel, tile = x.pixel_stride * self.stride[1] * self.stride[0], writer.loops.TILE_PIXELS
-        pixels_at_once = max(MIN_PIXELS_AT_ONCE, writer.loops.MAX_TILE_INPUT_BYTES // bytes_per_pixel) // tile * tile
+        pixels_at_once = self._pixels_at_once(writer.loops)
         uses_amx, x_step = self._uses_amx(writer.loops), 0
         if uses_amx:
             pixels_at_once = self._copied_pixels(writer.loops, len(runs) * groups)
@@ -170,7 +187,7 @@ class ProductStep(ProgramStep):
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
             runs=writer.constant(runs), run_count=len(runs), groups=groups,
             weight=writer.constant(packed), blocks=blocks,
-            **self._column_values(writer, columns, blocks * LANES, epilogue == writer.loops.ROUND),
+            **self._column_values(writer, columns, blocks * LANES, epilogue == writer.loops.ROUND, packed=packed),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
             pixels_at_once=pixels_at_once,
@@ -207,7 +224,7 @@ class ProductStep(ProgramStep):
         )  # fmt: skip
 
     def _column_values(
-        self, writer: RowWriter, columns: slice, padded: int, rounds: bool, wide: int = 0
+        self, writer: RowWriter, columns: slice, padded: int, rounds: bool, wide: int = 0, packed: Tensor | None = None
     ) -> dict[str, int]:
         """Addresses of the start, scale, bias and slope of each column, and of `numbers`, by field.
 
@@ -217,6 +234,7 @@ class ProductStep(ProgramStep):
             padded: Number of columns with padding.
             rounds: Whether scale and bias include the grid of the result.
             wide: Number of channels of a block of a depthwise row; 0 for other rows.
+            packed: The packed weight of a row that is not wide.
         """
         scale = self.x_grid.s * self.scale[columns]
         bias = torch.zeros_like(scale) if self.bias is None else self.bias[columns]
@@ -229,6 +247,8 @@ class ProductStep(ProgramStep):
         slope = slope.repeat(len(self.weight) // slope.numel())[columns]
         values = {"start": start, "scale": scale, "bias": bias, "slope": slope}
         values = {name: F.pad(t, (0, padded - len(t))) for name, t in values.items()}
+        if packed is not None and self.weight.dim() == 3 and not writer.loops.KIND.dot:
+            values["start"] = values["start"] - _own_products(packed)
         if wide:
             values = {name: _wide_order(t.view(-1, wide, 1)).flatten() for name, t in values.items()}
         addresses = {name: writer.constant(t) for name, t in values.items()}
@@ -256,7 +276,7 @@ class ProductStep(ProgramStep):
         groups = -(-length // group)
         weight = F.pad(weight, (0, groups * group - length, 0, 0, 0, blocks * LANES - columns))
         weight = weight.view(blocks, LANES, len(offsets), groups, group // 2, 2)
-        order = (0, 2, 3, 1, 4, 5) if loops.KIND.dot else (0, 2, 3, 5, 1, 4)
+        order = (0, 2, 3, 1, 4, 5) if loops.KIND.dot else (0, 2, 3, 4, 1, 5)
         weight = weight.permute(order).contiguous()
         if self._uses_amx(loops):
             weight = F.pad(weight.flatten(1, 2), (0, 0, 0, 0, 0, 0, 0, -len(offsets) * groups % LANES))
@@ -269,6 +289,12 @@ class ProductStep(ProgramStep):
         row_offsets = (first[0] + rows * stride[0])[:, None] * area.row_stride
         offsets = row_offsets + (first[1] + columns * stride[1]) * area.pixel_stride
         return (area.place(0, 0) + channel + samples * area.sample_stride + offsets).to(torch.int32).flatten()
+
+
+def _own_products(packed: Tensor) -> Tensor:
+    """Sums of the products within the groups of each column, for kinds of CPU without `dot`: see `products.py`."""
+    first, second = packed.to(torch.int32).unbind(3)  # (blocks, runs, groups, 16, 2)
+    return (first * second).sum((1, 2, 4), dtype=torch.int32).flatten()
 
 
 def _equal_step(places: Tensor) -> int:

@@ -51,12 +51,23 @@ FINISHES = {
 """Code of large tiles with something else before the rounding."""
 
 
-def packed_weight(kind, weight):
-    """Weight as tiles of a kind read it, from int8 (..., 16, GROUP)."""
+def tile_input(kind, pixels, at, weight, start):
+    """`TileInput` as tiles of a kind read it, from a weight (runs, groups, 16, GROUP)."""
+    many, groups = weight.shape[:2]
     if kind.dot:
-        return weight
+        return at.x, at.places, at.runs, many, groups, weight, start, 0
     pairs = weight.reshape(*weight.shape[:-1], 2, 2)  # third axis from the end: columns
-    return np.ascontiguousarray(np.moveaxis(pairs, -1, -3))
+    packed = np.moveaxis(pairs, -2, -3).astype(np.int16 if pixels == kind.tile_pixels else np.int8, order="C")
+    own = own_products(at.values, groups).sum((1, 2)).astype(np.int32)
+    start = start - own_products(weight, 1).sum((0, 1, -1), dtype=np.int32)
+    at.wide = at.memory.astype(np.int16)
+    return at.wide[250:], at.places, at.runs, many, groups, packed, start, own
+
+
+def own_products(integers, groups):
+    """Sum of the products of the first and third, and of the second and fourth of each group of the last axis."""
+    a, b, c, d = np.moveaxis(integers.reshape(*integers.shape[:-1], groups, GROUP).astype(np.int64), -1, 0)
+    return a * c + b * d
 
 
 class Window:
@@ -87,8 +98,7 @@ def layer_case(seed, pixels, many, groups, extremes):
 
 
 def run_layer(kind, pixels, at, weight, start, sums):
-    many, groups = weight.shape[:2]
-    about = at.x, at.places, at.runs, many, groups, packed_weight(kind, weight), start
+    about = tile_input(kind, pixels, at, weight, start)
     run(kind, tile_of(layer_code.layer_tile, pixels), (TileInput, None), *about, sums)
 
 
@@ -117,6 +127,19 @@ def test_sums_over_31_bits(kind, which):
     assert sums.tolist() == exact.tolist() and sums.max() == 2**31 - 1
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.dot], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("groups", [1, 7, 8, 21])
+def test_products_within_the_groups_of_pixels(kind, groups):
+    at = Window(groups, 5, 3, groups * GROUP)
+    sums, memory = np.full(6, 77, np.int32), np.append(at.memory, np.zeros(100, np.uint8)).astype(np.int16)
+    about = memory[250:], at.places, at.runs, 3, groups, 0, 0, sums
+    run(kind, OWN_PRODUCTS, (TileInput, None), *about, 5)
+    assert sums.tolist() == [*own_products(at.values, groups).sum((1, 2)).tolist(), 77]
+
+
+OWN_PRODUCTS = tile_of(lambda: layer_code.sum_own_products)
+
+
 @settings(deadline=None)
 @given(
     kind=OF_KINDS, which=WHICH, finish=st.sampled_from([None, *FINISHES]), many=st.integers(1, 4),
@@ -142,7 +165,7 @@ def test_rounded_sums_of_layers(kind, which, finish, many, groups, bounds, seed)
     scale, bias, numbers, slope, grid = (
         np.array(a, np.float32) for a in (scale, bias, [*bounds, factor, zero], slope, [0.037, -1.5])
     )
-    about = at.x, at.places, at.runs, many, groups, packed_weight(kind, weight), start
+    about = tile_input(kind, pixels, at, weight, start)
     more = {"prelu": (slope,), "add": (residual, others.astype(np.int32), grid)}.get(finish, ())
     parameters = [TileInput, TileOutput, *{"prelu": (None,), "add": (Residual,)}.get(finish, ())]
     make = FINISHES[finish] if finish else tile_of(layer_code.rounded_layer_tile, pixels)
@@ -162,7 +185,7 @@ def test_sums_of_depthwise_layers(kind, pixels, many, blocks, extremes, seed):
     weight = at.random.integers(*extremes[1], (many, blocks * LANES)).astype(np.int8)
     start = at.random.integers(-(2**30), 2**30, LANES).astype(np.int32)
     sums = np.full((pixels + 1, LANES), 77, np.int32)
-    about = at.x, at.places, at.runs, many, 0, weight, start, blocks * LANES
+    about = at.x, at.places, at.runs, many, 0, weight, start, 0, blocks * LANES
     run(kind, tile_of(layer_code.depthwise_tile, pixels), (TileInput, None, None), *about, sums)
     exact = (at.values * weight[:, :LANES].astype(np.int64)).sum(1) + start
     assert sums[:-1].tolist() == exact.tolist() and sums[-1].tolist() == [77] * LANES
@@ -186,6 +209,6 @@ def test_wide_tiles_of_depthwise_layers(kind, is_large, fours, extremes, seed):
     weight = np.ascontiguousarray(by_channel.reshape(fours, 4, wide).transpose(0, 2, 1)[:, order], np.int8)
     tile = np.full((pixels + 1, wide), 77, np.float32)
     start, scale, bias = start[order].astype(np.int32), scale[order].astype(np.float32), bias[order].astype(np.float32)
-    about = at.x, at.places, at.runs, fours, 0, weight, start
+    about = at.x, at.places, at.runs, fours, 0, weight, start, 0
     run(kind, tile_of(layer_code.wide_tile, pixels), (TileInput, None, None, None), *about, scale, bias, tile)
     assert tile[:-1].tolist() == exact[:, order].tolist() and bool((tile[-1] == 77).all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxq.backends.loops.programs.areas import Area
-from fxq.backends.loops.programs.layer_steps import ProductStep
+from fxq.backends.loops.programs.layer_steps import ProductStep, _own_products
 from fxq.quant.qparams import QParams
 
 pytestmark = pytest.mark.any_cpu
@@ -35,12 +35,17 @@ def test_tiles_read_what_a_step_stores(kind, channels, taps, columns):
     memory = np.zeros(int(runs.max()) + 4 * groups + 64, np.uint8)
     for k in range(taps):
         memory[k * area.pixel_stride :][: channels + 4] = x[k]
-    place, start, sums = np.zeros(1, np.int32), np.zeros(16, np.int32), np.zeros((blocks, 16), np.int32)
+    place, sums, own = np.zeros(1, np.int32), np.zeros((blocks, 16), np.int32), np.zeros(1, np.int32)
+    start = np.zeros((blocks, 16), np.int32)
+    if not kind.dot:
+        memory = memory.astype(np.int16)
+        read = memory[runs.numpy()[:, None] + np.arange(4 * groups)].reshape(-1, 2, 2)
+        own[0], start = read.prod(1, dtype=np.int32).sum(), -_own_products(packed).numpy().reshape(blocks, 16)
     tile = emitted.emitted(kind, ONE_PIXEL, layer_code.TileInput, None)
     for block in range(blocks):
         tile(
             memory.ctypes.data, place.ctypes.data, runs.data_ptr(), len(runs), groups, packed[block].data_ptr(),
-            start.ctypes.data, sums[block].ctypes.data,
+            start[block].ctypes.data, own.ctypes.data, sums[block].ctypes.data,
         )  # fmt: skip
     exact = np.einsum("ctk,tk->c", weight.astype(int), x[:, :channels].astype(int))
     assert sums.ravel()[:columns].tolist() == exact.tolist() and not sums.ravel()[columns:].any()
