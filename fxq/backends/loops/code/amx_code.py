@@ -147,8 +147,8 @@ def _multiply_tiles(b: Any, state: Any, sums: Any, pixels: Any, weight: Any) -> 
         total = cgutils.alloca_once(b, INTS)
         b.store(load(b, place, INTS), total)
         with cgutils.for_range(b, b.udiv(_bytes_of_row(b, state, pixels), number(GROUP)), intp=INT64) as group:
-            values = products.integers_of_pixel(b, b.add(x, b.mul(group.index, number(GROUP))))
-            (columns,) = products.group_of_weight(b, _row_of_tile(b, state, weight, group.index))
+            values = products.group_of_pixel(b, b.add(x, b.mul(group.index, number(GROUP))))
+            columns = products.group_of_weight(b, _row_of_tile(b, state, weight, group.index))
             b.store(products.add_products(b, b.load(total), values, columns), total)
         store(b, b.load(total), place)
 
