@@ -22,6 +22,7 @@ import torch
 from tabulate import tabulate
 
 import fxq
+from scripts.bench import history
 from scripts.bench.engine_cases import CASES
 from scripts.bench.timing import no_gc
 
@@ -47,8 +48,12 @@ def serve(pipe: Connection, kind: str, folder: Path) -> None:
             pipe.send(min(times))
 
 
-def measured(network: str, kinds: Sequence[str]) -> list[list[object]]:
-    """Table rows of one network: kind, milliseconds, ratio to the first kind."""
+def measured(network: str, kinds: Sequence[str]) -> list[float]:
+    """Seconds of a call of one network for each kind.
+
+    Raises:
+        RuntimeError: The results of the kinds differ.
+    """
     case, context = CASES[network](), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder, pipes, results = Path(name), [], []
@@ -69,17 +74,22 @@ def measured(network: str, kinds: Sequence[str]) -> list[list[object]]:
                 least[k] = min(least[k], pipe.recv())
         for pipe in pipes:
             pipe.send(False)
-    return [[network, kind, 1e3 * t, t / least[0]] for kind, t in zip(kinds, least, strict=True)]
+    return least
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=CASES, help="network; default: four")
     parser.add_argument("--kind", action="append", help="kind of CPU; default: those of x86 with AVX2 at least")
-    args = parser.parse_args()
-    for network in args.only or NETWORKS:
-        headers = ("network", "kind", "ms", "/ first")
-        print(tabulate(measured(network, args.kind or KINDS), headers, floatfmt=("", "", ".3f", ".2f")), flush=True)
+    history.add_argument(parser)
+    arguments = parser.parse_args()
+    kinds, numbers = arguments.kind or KINDS, list[tuple[str, str, float, str]]()
+    for network in arguments.only or NETWORKS:
+        times = measured(network, kinds)
+        rows = [(kind, 1e3 * t, t / times[0]) for kind, t in zip(kinds, times, strict=True)]
+        print(tabulate(rows, (network, "ms", f"/ {kinds[0]}"), floatfmt=("", ".3f", ".2f")), flush=True)
+        numbers += [(network, f"{kind}, time of {kinds[0]}", ratio, "times") for kind, _, ratio in rows[1:]]
+    history.append(arguments.history, "bench.cpu_kinds", numbers)
 
 
 if __name__ == "__main__":

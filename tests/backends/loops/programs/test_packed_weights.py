@@ -52,3 +52,25 @@ def test_tiles_read_what_a_step_stores(kind, channels, taps, columns):
 
 
 ONE_PIXEL = partial(layer_code.layer_tile, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("channels", [5, 16, 33])
+def test_scratch_holds_what_any_chunk_of_pixels_reads(samples, stride, channels):
+    """Threads begin chunks at any tile."""
+    area = Area((samples, 23, 19, channels), False, border=(1, 1, 1, 1))
+    taps = [(r, c) for r in range(-1, 2) for c in range(-1, 2)]
+    windows = tuple((size - 1) // s + 1 for size, s in zip((23, 19), stride, strict=True))
+    step = ProductStep(
+        "layer", Area((samples, *windows, 16)), x=area, x_grid=QParams.per_tensor(1.0, 0), taps=taps,
+        weight=torch.zeros(16, 9, channels, dtype=torch.int8), scale=torch.ones(16), bias=None, windows=windows,
+        stride=stride,
+    )  # fmt: skip
+    kind = emitted.unplayed("avx2")
+    loops = SimpleNamespace(GROUP=4, KIND=kind, X_BYTES=2, TILE_PIXELS=kind.tile_pixels, MAX_TILE_INPUT_BYTES=1 << 13)
+    _, runs, groups = step._packed(step.weight, loops, 1)
+    places, at_once = step._places(area, (0, 0), stride), step._pixels_at_once(loops)
+    chunks = [places[k : k + at_once] for k in range(0, len(places), kind.tile_pixels)]
+    most = max(int(chunk.max() - chunk.min()) for chunk in chunks) + int(runs.max() - runs.min()) + 4 * groups
+    assert most <= step._read_at_once(loops) <= most + stride[0] * area.row_stride
