@@ -5,8 +5,9 @@ import torch
 
 from fxq.backends import cpu
 from fxq.backends.loops.code import compiler
-from fxq.backends.x86 import recurrent_loop
+from fxq.backends.x86 import jit_steps, recurrent_loop
 from fxq.backends.x86.recurrent_loop import GATES
+from fxq.common.timed_calls import threads_set_to
 from tests.backends.x86.test_recurrent_loop import STATE, kernel
 from tests.support.kernels import activations
 from tests.support.machine import needs_x86
@@ -28,6 +29,20 @@ def test_as_by_pytorchs_ops(op, scale, samples, quick, monkeypatch):
     torch.testing.assert_close(
         type(layer).from_config(layer.config(), dict(layer.named_buffers()))(x), got, rtol=0, atol=1e-5
     )
+
+
+def test_large_products_of_rows_are_divided_among_threads(monkeypatch):
+    monkeypatch.setattr(cpu, "has_int_mm", lambda: False)
+    ran = []
+    run = jit_steps.run_together
+    monkeypatch.setattr(jit_steps, "run_together", lambda *args: ran.append(run(*args)) or ran[-1])
+    layer, _ = kernel("lstm", 5, 300)  # 1200 x 320 integers
+    x, results = activations(7, 1, 5), []
+    for threads in (1, 2):
+        with threads_set_to(threads):
+            results.append(layer(x))
+        monkeypatch.setattr(jit_steps, "_MIN_PART_BYTES", 1 << 17)
+    assert torch.equal(*results) and ran == 7 * [True]
 
 
 def test_they_run(monkeypatch):
