@@ -56,6 +56,7 @@ class Gptq(Reconstruction):
         ['gptq', 'gptq']
     """
 
+    trust: float = 0.5
     damping: float = 0.01
     ordered: bool = True
     trials: bool = False

@@ -66,23 +66,33 @@ def may_hold_padding(inputs: Sequence[Tensor]) -> bool:
     """Whether some inputs may mark tokens as padding.
 
     Several float tensors may, and integers or bools of other than two axes. A tensor (samples, tokens) may if it holds
-    different values: a mask of zeros and ones always, others, such as token ids, if at an end of some sample two
-    neighbours are equal. So the padding of a sample is not detected if it is one token in all samples.
+    different values: a mask of zeros and ones always; others, such as token ids, if a value is repeated at an end of
+    some sample and occurs at ends only. So padding is not detected if it is a single token in all samples. Empty
+    tensors, such as the cache of a first call, may not.
 
     Example:
         >>> may_hold_padding([torch.tensor([[5, 7, 6], [8, 0, 0]])]), may_hold_padding([torch.tensor([[5, 7, 6]])])
         (True, False)
     """
-    floats = [tensor for tensor in inputs if tensor.is_floating_point()]
-    return len(floats) > 1 or any(_may_mark_padding(tensor) for tensor in inputs if not tensor.is_floating_point())
+    filled = [tensor for tensor in inputs if tensor.numel()]
+    others = [tensor for tensor in filled if not tensor.is_floating_point()]
+    return len(filled) - len(others) > 1 or any(map(_may_mark_padding, others))
 
 
 def _may_mark_padding(values: Tensor) -> bool:
     if values.dim() != 2 or values.shape[1] < 2:
         return True
-    low, high = map(int, values.aminmax() if len(values) else (0, 0))
-    ends = (values[:, 0] == values[:, 1]) | (values[:, -1] == values[:, -2])
-    return low < high and (bool(ends.any()) or (low >= 0 and high <= 1))
+    low, high = map(int, values.aminmax())
+    if low == high or (low >= 0 and high <= 1):
+        return low < high
+    repeated = [values[values[:, a] == values[:, b], a] for a, b in ((0, 1), (-1, -2))]
+    return any(_only_at_ends(values == value) for value in torch.cat(repeated).unique())
+
+
+def _only_at_ends(places: Tensor) -> bool:
+    """Whether in each row, bool (N, L), all True values are before or after all False ones."""
+    from_start, from_end = places.cumprod(1), places.flip(1).cumprod(1).flip(1)
+    return not bool((places & ~(from_start | from_end).bool()).any())
 
 
 def _used_rows_at_once(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:

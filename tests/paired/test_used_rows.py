@@ -313,9 +313,10 @@ def test_a_module_that_keeps_something_from_call_to_call():
     [
         ([torch.rand(2, 3, 4)], False),
         ([torch.rand(2, 3, 4), torch.rand(2, 1, 3)], True),
-        ([torch.tensor([[5, 7, 5], [8, 2, 8]])], False),  # ids of texts
+        ([torch.tensor([[5, 7, 5], [8, 2, 8]]), torch.rand(2, 0, 4), torch.rand(2, 0, 4)], False),  # texts, no cache
         ([torch.tensor([[5, 7, 6], [8, 0, 0]])], True),
         ([torch.tensor([[5, 7, 6], [0, 0, 8]])], True),
+        ([torch.tensor([[5, 7, 5, 6], [8, 9, 5, 5]])], False),  # a text that ends with a repeated word
         ([torch.tensor([[5, 7, 6]]), torch.ones(1, 3, dtype=torch.bool)], False),  # a mask that hides nothing
         ([torch.rand(1, 3, 4), torch.tensor([[1, 0, 1]])], True),
         ([torch.rand(2, 3, 4), torch.tensor([3, 3])], True),  # lengths

@@ -310,7 +310,7 @@ def test_trust_is_tried_on_patches_that_were_held_out():
     x = correlated(4000, 64)
     fit, alike = (error_of(part + 0.3 * torch.randn_like(part), part, weight) for part in (x[:3000], x[3000:]))
     few, apart = error_of(x[:40], 1.5 * x[:40], weight), error_of(x[3000:], x[3000:], weight)
-    tried = Gptq(trials=True)
+    tried = Gptq(trust=4.0, trials=True)
     assert tried.trust_in(grid, fit, alike) < 4.0 < tried.trust_in(grid, few, apart)
     assert Gptq().trust_in(grid, few, apart) == Gptq().trust
 
