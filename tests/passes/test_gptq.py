@@ -252,6 +252,28 @@ def test_what_rounding_costs_tokens_does_not_change_the_weight_of_a_linear_layer
     assert sqnr(model[0].weight.detach(), weight) > 30  # dB
 
 
+class Projections(nn.Module):
+    """Layers that read one value, and between them another that reads another: (N, 32) to (N, 8) twice and (N, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(32, 8), nn.Linear(32, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q = self.q(x)
+        return q, self.out(q), self.k(x)
+
+
+def test_layers_that_read_one_value_get_the_integers_of_each_alone():
+    torch.manual_seed(0)
+    model, data = Projections().eval(), [correlated(64, 32, seed) for seed in range(4)]
+    together = fxq.quantize(model, FOUR_BITS, data=data)
+    _, out, k = together(data[0])
+    for got, layers in ((out, [model.q, model.out]), (k, [model.k])):
+        alone = fxq.quantize(nn.Sequential(*layers), FOUR_BITS, data=data)
+        torch.testing.assert_close(got, alone(data[0]), rtol=0, atol=1e-6)
+
+
 def test_the_preset_has_it_for_four_bits_with_data():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(64, 48)).eval(), [correlated(64, 64, seed) for seed in range(8)]
