@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.integer_layers import OutputError, WeightRows
+from fxq.paired.output_error import OutputError, WeightRows
 from fxq.paired.reconstruction import Reconstruction
 from fxq.recipe.pass_base import Stage
 

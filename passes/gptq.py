@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxq.paired.integer_layers import IntegerLayer, OutputError, WeightRows
+from fxq.paired.integer_layers import IntegerLayer
+from fxq.paired.output_error import OutputError, WeightRows
 from fxq.paired.reconstruction import Reconstruction
 from fxq.pipeline.context import Context
-from fxq.quant.least_error import QUICK_ZOOMS, least_range
+from fxq.quant.least_error import least_range
 from fxq.quant.qparams import choose_qparams, scale_dtype
 from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Stage
@@ -27,7 +28,7 @@ class Gptq(Reconstruction):
     Before: linear(x, dequantize(w_int4))    After: linear(x, dequantize(w_int4')), with less error in the output
     Keeps: the number of scales. A channel keeps its integers and scales if its error does not become smaller. With
     `scales`, scales per channel are fitted again, and scales of blocks are chosen when the first input of the block is
-    rounded, if that gives less error.
+    rounded; the inputs of a block are then rounded together.
 
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
     `Recipe.weight_only` has it for weights of 4 bits or fewer, if there is data. To set its options, or in another
@@ -55,6 +56,7 @@ class Gptq(Reconstruction):
         ['gptq', 'gptq']
     """
 
+    trust: float = 0.5
     damping: float = 0.01
     ordered: bool = True
     trials: bool = False
@@ -87,15 +89,15 @@ class Gptq(Reconstruction):
 
     def trust_in(self, layer: WeightRows, fit: OutputError, held_out: OutputError) -> float:
         """Try several values on some of the rows, and choose the one with the least error on held-out patches."""
-        if not self.trials or not held_out.count:
+        if not self.trials or not held_out.inputs.count:
             return self.trust
         count = layer.weight.shape[1]
         rows = torch.arange(0, count, max(count // _TRIAL_ROWS, 1), device=layer.weight.device)
-        part, judge = layer.some_rows(rows), held_out.some_rows(rows)
+        part = layer.some_rows(rows)
+        judge = OutputError(held_out.inputs, part.weight, held_out.centred)
         errors = {}
         for factor in _TRUST_FACTORS:
-            error = fit.some_rows(rows)
-            error.trust(part.weight, factor * self.trust)
+            error = OutputError(fit.inputs.trusting(factor * self.trust), part.weight, fit.centred)
             grid, integers = self._rounded(part, error, None)
             errors[factor * self.trust] = float(judge(grid.real(integers)).sum())
         return min(errors, key=errors.__getitem__)
@@ -103,20 +105,9 @@ class Gptq(Reconstruction):
     def choose(self, layer: WeightRows, error: OutputError) -> tuple[WeightRows, Tensor]:
         """Grid and integers of a weight, (groups, outputs, inputs), rounded column by column.
 
-        Scales of blocks stay, or are chosen again in the order of rounding: whichever gives a row less error.
+        Scales of blocks are chosen in the order of rounding, if they may change.
         """
-        grid, integers = self._rounded(layer, error, None)
-        if layer.block is None or not self.scales:
-            return grid, integers
-        followed, others = self._rounded(layer, error, layer.block)
-        better = (error(followed.real(others)) < error(grid.real(integers)))[:, :, None]
-        scale, zero_point, integers = (
-            torch.where(better, a, b)
-            for a, b in zip(
-                (followed.scale, followed.zero_point, others), (grid.scale, grid.zero_point, integers), strict=True
-            )
-        )
-        return replace(layer, scale=scale, zero_point=zero_point), integers
+        return self._rounded(layer, error, layer.block if self.scales else None)
 
     def _rounded(self, layer: WeightRows, error: OutputError, size: int | None) -> tuple[WeightRows, Tensor]:
         """Grid and integers of a weight, rounded column by column.
@@ -127,35 +118,40 @@ class Gptq(Reconstruction):
             size: number of columns of a block whose scales are chosen when its first column is reached, for the float
                 weights at that time; the block's columns then stay together. None: the grid stays.
         """
-        gram, count = error.gram, layer.weight.shape[2]
-        usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        damped = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(count, device=gram.device)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        real = layer.weight + (error.cross.mT - layer.weight @ gram) @ inverse  # the float weight of least error
-        order = self._order(damped.diagonal(dim1=1, dim2=2).sum(0), size)
-        ahead = torch.linalg.cholesky(inverse[:, order][:, :, order], upper=True)
-        del damped, inverse
+        factors = self._factors(error, size)
+        order, ahead = factors.order, factors.ahead
+        real = layer.weight - error.slope @ factors.inverse  # the float weight of least error
         # columns are rows here, which are contiguous: (groups, inputs, outputs)
-        remaining = real[:, :, order].mT.contiguous()
-        scale, zero_point = (values[:, :, order].mT.contiguous() for values in (layer.scale, layer.zero_point))
-        chosen, errors = torch.empty_like(remaining), torch.empty_like(remaining)
-        spec = _spec_of(layer)
+        remaining, scale, zero_point = (
+            values[:, :, order].mT.contiguous() for values in (real, layer.scale, layer.zero_point)
+        )
+        steps, errors, count = torch.empty_like(remaining), torch.empty_like(remaining), len(order)
         starts = _starts(order, size)
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
+            block = slice(start, stop)
             if size is not None:
-                weights = ahead.diagonal(dim1=1, dim2=2)[:, None, start:stop] ** -2
-                chosen_grid = _grid(remaining[:, start:stop].mT, weights, spec)
-                scale[:, start:stop], zero_point[:, start:stop] = (values[:, None] for values in chosen_grid)
-            for i in range(start, stop):
-                w, s, z = remaining[:, i], scale[:, i], zero_point[:, i]
-                q = ((w / s).round_() + z).clamp_(layer.qmin, layer.qmax)
-                e = (w - (q - z) * s) / ahead[:, None, i, i]
-                remaining[:, i:stop] -= ahead[:, i, i:stop, None] * e[:, None]
-                chosen[:, i], errors[:, i] = q, e
-            remaining[:, stop:] -= ahead[:, start:stop, stop:].mT @ errors[:, start:stop]
+                chosen = _grid(remaining[:, block].mT, factors.importance[:, None, block], _spec_of(layer))
+                scale[:, block], zero_point[:, block] = (values[:, None] for values in chosen)
+            _round_block(
+                remaining[:, block], scale[:, block], layer.qmin - zero_point[:, block],
+                layer.qmax - zero_point[:, block], ahead[:, block, block], steps[:, block], errors[:, block],
+            )  # fmt: skip
+            remaining[:, stop:].baddbmm_(ahead[:, block, stop:].mT, errors[:, block], alpha=-1)
         back = order.argsort()
-        scale, zero_point, chosen = (values.mT[:, :, back] for values in (scale, zero_point, chosen))
-        return replace(layer, scale=scale, zero_point=zero_point), chosen
+        scale, zero_point, steps = (values.mT[:, :, back] for values in (scale, zero_point, steps))
+        return replace(layer, scale=scale, zero_point=zero_point), steps + zero_point
+
+    def _factors(self, error: OutputError, size: int | None) -> _Factors:
+        """Factors of the inverse Hessian, with the columns in order; computed once for layers with the same inputs."""
+        key = self, size, error.centred
+        if key not in error.inputs.derived:
+            gram = error.gram
+            usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+            damped = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(gram.shape[1]).to(gram)
+            order = self._order(damped.diagonal(dim1=1, dim2=2).sum(0), size)
+            error.inputs.derived[key] = _Factors.of(damped, order)
+        factors: _Factors = error.inputs.derived[key]
+        return factors
 
     def _order(self, importance: Tensor, size: int | None) -> Tensor:
         """Order of the columns, by their importance, (K,). Blocks of `size` columns stay together."""
@@ -166,6 +162,58 @@ class Gptq(Reconstruction):
         blocks = [block + size * i for i, block in enumerate(_descending(importance.split(size)))]
         totals = torch.stack([part.sum() for part in importance.split(size)])
         return torch.cat([blocks[i] for i in totals.argsort(descending=True, stable=True).tolist()])
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Inverse of a Hessian, and its factors for columns in an order: U.mT @ U, with U = diagonal * ahead.
+
+    Attributes:
+        order: order of the columns, (K,).
+        inverse: inverse of the Hessian, not in order, (G, K, K).
+        ahead: how much of a column's error each later column compensates, in order, (G, K, K), ones on the diagonal.
+        importance: error of the output for an error of 1 in a column that all later ones compensate, in order, (G, K).
+    """
+
+    order: Tensor
+    inverse: Tensor
+    ahead: Tensor
+    importance: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, order: Tensor) -> _Factors:
+        """Factors of a Hessian, (G, K, K), for columns in an order, (K,)."""
+        # the lower factor of the reversed Hessian, reversed, is upper, and so is its inverse
+        last = order.flip(0)
+        lower = torch.linalg.cholesky(hessian[:, last][:, :, last])
+        unit = torch.eye(len(order), device=hessian.device).expand_as(lower)
+        upper = torch.linalg.solve_triangular(lower, unit, upper=False).flip(1, 2)
+        diagonal, back = upper.diagonal(dim1=1, dim2=2), order.argsort()
+        inverse = (upper.mT @ upper)[:, back][:, :, back]
+        return cls(order, inverse, upper / diagonal[:, :, None], diagonal**-2)
+
+
+def _round_block(
+    remaining: Tensor, scale: Tensor, low: Tensor, high: Tensor, ahead: Tensor, steps: Tensor, errors: Tensor
+) -> None:
+    """Round the columns of a block one after the other; the later columns of the block compensate.
+
+    Args:
+        remaining: float weights, as they are before the block, (G, n, R), as all tensors but `ahead`.
+        scale: scales.
+        low: smallest integers minus zero points.
+        high: largest integers minus zero points.
+        ahead: how much of each error later columns compensate, (G, n, n).
+        steps: receives the integers minus zero points.
+        errors: receives the errors of the weights at the time of their rounding.
+    """
+    for i in range(remaining.shape[1]):
+        column = slice(i, i + 1)
+        real = remaining[:, column]
+        if i:
+            real = torch.baddbmm(real, ahead[:, :i, column].mT, errors[:, :i], alpha=-1)
+        torch.div(real, scale[:, column], out=steps[:, column]).round_().clamp_(low[:, column], high[:, column])
+        torch.addcmul(real, steps[:, column], scale[:, column], value=-1, out=errors[:, column])
 
 
 def _descending(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -188,13 +236,15 @@ def _spec_of(layer: WeightRows) -> TensorSpec:
 
 def _grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
     """Scale and zero point, (G, R), of least weighted error for values (G, R, n) with weights (G, 1, n)."""
-    ends = least_range(values, values.amin(2), values.amax(2), spec, 2.0, weights.expand_as(values), QUICK_ZOOMS)
+    ends = least_range(values, values.amin(2), values.amax(2), spec, 2.0, weights.expand_as(values), _ZOOMS)
     grid = choose_qparams(*ends, spec)
     return grid.scale.to(scale_dtype(grid.scale)).float(), grid.zero_point.float()
 
 
 _GROUP = 128
 """Number of columns after which the errors are propagated to all later columns, if there are no blocks."""
+_ZOOMS = ((-0.6, 0.0, 5),)
+"""Passes of the search for the range of a block. Later columns compensate, so that a finer search gains little."""
 _TRUST_FACTORS = 1 / 4, 1.0, 4.0
 """Factors of `trust` that are tried. No smaller ones, since earlier layers were fitted to the held-out patches, too."""
 _TRIAL_ROWS = 128

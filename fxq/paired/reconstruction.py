@@ -22,7 +22,8 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import constant, is_op, op_of, read_attribute
 from fxq.graph.unit import OpCall, calls_of
-from fxq.paired.integer_layers import IntegerLayer, OutputError, WeightRows
+from fxq.paired.integer_layers import IntegerLayer
+from fxq.paired.output_error import InputProducts, OutputError, WeightRows
 from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass
@@ -39,14 +40,16 @@ class Reconstruction(Pass):
     that shares the weight gets the integers, too, so that it is stored once. If correct-bias removes
     the mean error of a layer later, it does not count here, and the following layers run without it.
 
-    All tokens of a sequence have the same weight, and padding has none. If a linear layer reads rounded tokens, their
-    float values are used, since the rounding errors of a few large tokens say little about others.
+    All tokens of a sequence have the same weight, whatever their size, and padding has none. If a linear layer reads
+    rounded tokens, their float values are used, since the rounding errors of a few large tokens say little about
+    others.
 
     Weights with per-channel scales also get new scales: before `choose` those of least error with rounding to nearest,
     afterwards those that fit the chosen integers best. `choose` itself may change scales and zero points of blocks.
 
-    Memory per layer is a Gram matrix of its inputs, not the inputs. Patches of large inputs are drawn at random, many
-    more than a weight has inputs. Of the samples, both graphs store the values that are still read.
+    Memory per layer is two matrices of products of its inputs, not the inputs; layers that read the same value share
+    them. Patches of large inputs are drawn at random, many more than a weight has inputs. Of the samples, both graphs
+    store the values that are still read.
 
     Args:
         samples: number of recorded samples to use.
@@ -106,10 +109,13 @@ class Reconstruction(Pass):
             at_once = 1 if context.divisible and weights > _MANY_WEIGHTS else None
             runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, at_once=at_once)
             count = sum(samples_in(batch) or 1 for batch in batches)
+            shared, of_value = _Products(InputProducts(), InputProducts()), None
             for node in nodes:
                 of_node = layers.pop(node, [])
                 for layer in of_node:
-                    self._improve(rewriter, layer, runs, count, least)
+                    if not layer.is_linear or layer.x is not of_value:
+                        shared, of_value = _products(layer, runs, count), layer.x if layer.is_linear else None
+                    self._improve(rewriter, layer, runs, shared, least)
                     advance(layer.real.numel())
                 if not layers:  # what follows, such as the head of a language model, may be large
                     break
@@ -150,36 +156,28 @@ class Reconstruction(Pass):
         form = LayerMatrix(call, tuple(real.shape))
         yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
 
-    def _improve(self, rewriter: Rewriter, layer: IntegerLayer, runs: PairedRun, samples: int, least: float) -> None:
+    def _improve(
+        self, rewriter: Rewriter[Context], layer: IntegerLayer, runs: PairedRun, products: _Products, least: float
+    ) -> None:
         """Choose the integers of a layer and write them, if any channel has less error.
 
         Args:
             rewriter: rewriter of the graph.
             layer: the layer.
             runs: the paired run, before the node of the layer.
-            samples: number of samples in the run.
+            products: products of its inputs.
             least: number of values per channel from which correct-bias corrects a layer.
         """
-        grid, form, fit, held_out = layer.on_rows(), layer.form, OutputError(), OutputError()
-        patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * grid.weight.shape[2]) / samples)
-        for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
-            got = wanted if layer.reads_rounded_tokens else got
-            for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
-                y = real @ form.rows(layer.real).mT
-                counts = token_weights(y[0]) if layer.reads_tokens else torch.ones(x.shape[1], device=x.device)
-                counts = counts / counts.mean()
-                part = math.ceil((1 - _HELD_OUT) * x.shape[1])
-                for error, rows in ((fit, slice(part)), (held_out, slice(part, None))):
-                    error.add(x[:, rows], y[:, rows], counts[rows])
-        bias = layer.bias if fit.count + held_out.count >= least else None
-        fit.centred = held_out.centred = bias is not None
-        trust = self.trust_in(grid, fit, held_out)
-        error = fit.merged(held_out)
-        error.trust(grid.weight, trust)
+        grid, form = layer.on_rows(), layer.form
+        bias = layer.bias if products.fit.count + products.held_out.count >= least else None
+        fit, held_out = (
+            OutputError(part, grid.weight, centred=bias is not None) for part in (products.fit, products.held_out)
+        )
+        error = OutputError(products.trusting(self.trust_in(grid, fit, held_out)), grid.weight, fit.centred)
         old, fits_scales = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_channel_scales
         new_grid, new = self.choose(grid.rescaled(error) if fits_scales else grid, error)
         new_grid = new_grid.fitted(new, error) if fits_scales else new_grid
-        better = (error(new_grid.real(new)) < error(grid.real(old)))[:, :, None]
+        better = (error(new_grid.real(new), grid.real(old)) < 0)[:, :, None]
         new = torch.where(better, new, old)
         scale, zero_point = (
             torch.where(better, a, b) for a, b in ((new_grid.scale, grid.scale), (new_grid.zero_point, grid.zero_point))
@@ -197,6 +195,48 @@ class Reconstruction(Pass):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), changed)
             runs.compared.put(layer.weight, form.weight(new_grid.real(new)))
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Products of a value that layers read.
+
+    Attributes:
+        fit: those of the first part of each batch.
+        held_out: those of the rest.
+    """
+
+    fit: InputProducts
+    held_out: InputProducts
+
+    def trusting(self, patches: float) -> InputProducts:
+        """Products of both parts with artificial patches, see `InputProducts.trusting`."""
+        if patches not in self.fit.derived:
+            self.fit.derived[patches] = self.fit.merged(self.held_out).trusting(patches)
+        trusting: InputProducts = self.fit.derived[patches]
+        return trusting
+
+
+def _products(layer: IntegerLayer, runs: PairedRun, samples: int) -> _Products:
+    """Products of the inputs of a layer.
+
+    Args:
+        layer: the layer.
+        runs: the paired run, before the node of the layer.
+        samples: number of samples in the run.
+    """
+    products, form = _Products(InputProducts(), InputProducts()), layer.form
+    inputs = form.rows(layer.real).shape[2]
+    patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * inputs) / samples)
+    for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
+        got = wanted if layer.reads_rounded_tokens or torch.equal(got, wanted) else got
+        for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
+            counts = token_weights(real[0]) if layer.reads_tokens else torch.ones(x.shape[1], device=x.device)
+            counts = counts / counts.mean()
+            part = math.ceil((1 - _HELD_OUT) * x.shape[1])
+            for of_part, rows in ((products.fit, slice(part)), (products.held_out, slice(part, None))):
+                of_part.add(x[:, rows], None if got is wanted else real[:, rows], counts[rows])
+    return products
 
 
 _MANY_WEIGHTS = 2**24

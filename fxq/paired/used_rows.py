@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ def used_rows(
 
     Padding of a text is hidden by a mask, so that its gradients are exactly zero. But gradients are also zero where a
     maximum or an argmax chooses another value. So the graph runs again with other values in these tokens: they are
-    padding only if the outputs stay the same, bit by bit. This is tried only if a batch may hold padding, since it has
-    several tensors, integers or a mask. All values of the network are in memory for the samples that run at once.
+    padding only if the outputs stay the same, bit by bit. This is tried only if a batch may hold padding, see
+    `may_hold_padding`. All values of the network are in memory for the samples that run at once.
 
     Args:
         program: the qdq graph, or a float graph.
@@ -41,8 +41,7 @@ def used_rows(
         By node, a bool tensor of the shape of its value without the channels: True for tokens that are used. A node is
         missing if all its tokens are used, or if it is not known, as with a network that computes without gradients.
     """
-    inputs = list(tensors((batch.args, batch.kwargs)))
-    if not nodes or (len(inputs) < 2 and all(tensor.is_floating_point() for tensor in inputs)):
+    if not nodes or not may_hold_padding(list(tensors((batch.args, batch.kwargs)))):
         return {}
     if at_once is None or (samples_in(batch) or 0) <= at_once:
         return _used_rows_at_once(program, batch, nodes)
@@ -61,6 +60,39 @@ def used_rows(
         else:
             all_used[node] = torch.cat(rows)
     return all_used
+
+
+def may_hold_padding(inputs: Sequence[Tensor]) -> bool:
+    """Whether some inputs may mark tokens as padding.
+
+    Several float tensors may, and integers or bools of other than two axes. A tensor (samples, tokens) may if it holds
+    different values: a mask of zeros and ones always; others, such as token ids, if a value is repeated at an end of
+    some sample and occurs at ends only. So padding is not detected if it is a single token in all samples. Empty
+    tensors, such as the cache of a first call, may not.
+
+    Example:
+        >>> may_hold_padding([torch.tensor([[5, 7, 6], [8, 0, 0]])]), may_hold_padding([torch.tensor([[5, 7, 6]])])
+        (True, False)
+    """
+    filled = [tensor for tensor in inputs if tensor.numel()]
+    others = [tensor for tensor in filled if not tensor.is_floating_point()]
+    return len(filled) - len(others) > 1 or any(map(_may_mark_padding, others))
+
+
+def _may_mark_padding(values: Tensor) -> bool:
+    if values.dim() != 2 or values.shape[1] < 2:
+        return True
+    low, high = map(int, values.aminmax())
+    if low == high or (low >= 0 and high <= 1):
+        return low < high
+    repeated = [values[values[:, a] == values[:, b], a] for a, b in ((0, 1), (-1, -2))]
+    return any(_only_at_ends(values == value) for value in torch.cat(repeated).unique())
+
+
+def _only_at_ends(places: Tensor) -> bool:
+    """Whether in each row, bool (N, L), all True values are before or after all False ones."""
+    from_start, from_end = places.cumprod(1), places.flip(1).cumprod(1).flip(1)
+    return not bool((places & ~(from_start | from_end).bool()).any())
 
 
 def _used_rows_at_once(program: IsolatedGraph, batch: Batch, nodes: Collection[fx.Node]) -> dict[fx.Node, Tensor]:

@@ -131,7 +131,8 @@ def weight_only(
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values; in models
             of transformers that generate, per block of 128 values for linear layers and of 64 for the head. 2 to 4:
-            affine, one scale per block of 64 values, those of least squared error.
+            affine, one scale per block of 64 values, those of least squared error. Values of 2 and 3 bits take the
+            memory of 4, those of 5 to 7 bits that of 8.
         per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
         dtype: torch.float16 stores weights as float16 instead of integers.
         options: as for `static`, without `activation`. `weight` is a full spec, instead of `bits`, `per` and `dtype`.

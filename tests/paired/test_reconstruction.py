@@ -8,7 +8,7 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError
-from fxq.paired.integer_layers import OutputError
+from fxq.paired.output_error import InputProducts, OutputError
 from fxq.paired.reconstruction import Reconstruction
 from tests.support.graphs import expected, program, run_pass
 from tests.support.helpers import PLAIN, REFERENCE, plain
@@ -81,15 +81,14 @@ def test_what_layers_read_and_should_make():
     assert torch.equal(second.scale[0], tensors["scale"][:, None].expand(4, 5)) and not second.zero_point.any()
     x = (X / 0.1).round() * 0.1
     y = x @ (first.real(first.steps().round())[0]).T
-    for error, read, wanted in (
-        (first_error, x, X @ tensors["v"].T),
-        (second_error, y, X @ tensors["v"].T @ tensors["w"].T),
+    for error, read, real, float_weight in (
+        (first_error, x, X, tensors["v"]),
+        (second_error, y, X @ tensors["v"].T, tensors["w"]),
     ):
-        weight = torch.randn(wanted.shape[1], read.shape[1])
-        apart = (read @ weight.T - wanted).double()
-        wished = apart.square().mean(0)
-        torch.testing.assert_close(error(weight[None])[0].double(), wished, rtol=1e-4, atol=1e-5)
-        assert error.count == 20
+        weight = torch.randn(float_weight.shape)
+        ours, least = ((read @ w.T - real @ float_weight.T).double().square().mean(0) for w in (weight, float_weight))
+        torch.testing.assert_close(error(weight[None])[0].double(), ours - least, rtol=1e-4, atol=1e-5)
+        assert error.inputs.count == 20
     torch.testing.assert_close(gm(X), y @ second.real(second.steps().round())[0].T, rtol=1e-5, atol=1e-5)
 
 
@@ -132,14 +131,21 @@ def test_the_error_of_patches_that_come_in_parts(centred):
     """It is that over all of them together; where it is centred, without the mean of each channel."""
     x, real = torch.rand(2, 50, 6) + 1, torch.rand(2, 50, 6)
     weight, float_weight = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    error = OutputError(centred)
+    inputs, second_weight = InputProducts(), torch.randn(2, 3, 6)
     for part in (slice(0, 7), slice(7, 7), slice(7, 50)):
-        error.add(x[:, part], real[:, part] @ weight.mT)
-    apart = (x @ float_weight.mT - real @ weight.mT).double()
-    wished = (apart - centred * apart.mean(1, keepdim=True)).square().mean(1)
-    torch.testing.assert_close(error(float_weight).double(), wished, rtol=1e-4, atol=1e-5)
-    slope = torch.func.jacrev(lambda w: error(w).sum())(float_weight)  # from gram and cross of the error
-    torch.testing.assert_close(slope, 2 * (float_weight @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
+        inputs.add(x[:, part], real[:, part])
+    error = OutputError(inputs, float_weight, centred)
+
+    def plainly(w):
+        apart = (x @ w.mT - real @ float_weight.mT).double()
+        return (apart - centred * apart.mean(1, keepdim=True)).square().mean(1)
+
+    for got, wished in ((error(weight), float_weight), (error(weight, second_weight), second_weight)):
+        torch.testing.assert_close(got.double(), plainly(weight) - plainly(wished), rtol=1e-4, atol=1e-5)
+    slope = torch.func.jacrev(lambda w: error(w).sum())(weight)  # from gram and cross of the error
+    torch.testing.assert_close(slope, 2 * (weight @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
+    shift = (real @ float_weight.mT - x @ weight.mT).mean(1)
+    torch.testing.assert_close(error.shift(weight), shift, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("correct_bias", "rows"), [(False, 64), (True, 64), (True, 8)])
@@ -194,17 +200,15 @@ def test_scales_of_channels_that_suit_the_integers():
 
 def test_trust_in_the_float_weight():
     """It counts as patches whose inputs do not depend on each other, and are as large as usual."""
-    x, weight, float_weight = torch.randn(2, 50, 6), torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    wanted = torch.randn(2, 50, 3)
-    error = OutputError()
-    error.add(x, wanted)
-    size = error.gram.diagonal(dim1=1, dim2=2).mean(1)
-    alone = error(float_weight)
-    error.trust(weight, 5)
-    pulled = 5 * 6 / 50 * size[:, None] * (float_weight - weight).square().sum(2)
-    torch.testing.assert_close(error(float_weight), alone + pulled, rtol=1e-4, atol=1e-4)
-    slope = torch.func.jacrev(lambda w: error(w).sum())(float_weight)
-    torch.testing.assert_close(slope, 2 * (float_weight @ error.gram - error.cross.mT), rtol=1e-4, atol=1e-4)
+    x, real, weight, float_weight = torch.randn(2, 50, 6), torch.randn(2, 50, 6), *torch.randn(2, 2, 3, 6)
+    inputs = InputProducts()
+    inputs.add(x, real)
+    alone, trusting = (OutputError(products, float_weight) for products in (inputs, inputs.trusting(5)))
+    size = alone.gram.diagonal(dim1=1, dim2=2).mean(1)
+    pulled = 5 * 6 / 50 * size[:, None] * (weight - float_weight).square().sum(2)
+    torch.testing.assert_close(trusting(weight), alone(weight) + pulled, rtol=1e-4, atol=1e-4)
+    slope = torch.func.jacrev(lambda w: trusting(w).sum())(weight)
+    torch.testing.assert_close(slope, 2 * (weight @ trusting.gram - trusting.cross.mT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ def test_as_many_samples_are_recorded_as_it_wants():
                 yield torch.rand(2, 4)
 
         fxq.quantize(model, recipe, data=batches())
-    assert [error.count for _, error in SEEN] == [50, 50]
+    assert [error.inputs.count for _, error in SEEN] == [50, 50]
     assert len(seen) == 40 + 26  # the last one is looked at and not used
 
 

@@ -10,7 +10,7 @@ import fxq
 from fxq.common.data import as_batch
 from fxq.common.metrics import sqnr
 from fxq.graph.program import IsolatedGraph
-from fxq.paired.used_rows import used_rows
+from fxq.paired.used_rows import may_hold_padding, used_rows
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE, module
 
@@ -306,3 +306,22 @@ def test_a_module_that_keeps_something_from_call_to_call():
     nodes = [n for n in manager.gm.graph.nodes if n.name.startswith("inner_down")]
     first, again = (used_rows(program, batch, nodes) for _ in range(2))
     assert first and first.keys() == again.keys()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "may"),
+    [
+        ([torch.rand(2, 3, 4)], False),
+        ([torch.rand(2, 3, 4), torch.rand(2, 1, 3)], True),
+        ([torch.tensor([[5, 7, 5], [8, 2, 8]]), torch.rand(2, 0, 4), torch.rand(2, 0, 4)], False),  # texts, no cache
+        ([torch.tensor([[5, 7, 6], [8, 0, 0]])], True),
+        ([torch.tensor([[5, 7, 6], [0, 0, 8]])], True),
+        ([torch.tensor([[5, 7, 5, 6], [8, 9, 5, 5]])], False),  # a text that ends with a repeated word
+        ([torch.tensor([[5, 7, 6]]), torch.ones(1, 3, dtype=torch.bool)], False),  # a mask that hides nothing
+        ([torch.rand(1, 3, 4), torch.tensor([[1, 0, 1]])], True),
+        ([torch.rand(2, 3, 4), torch.tensor([3, 3])], True),  # lengths
+        ([torch.rand(0, 3, 4), torch.zeros(0, 3, dtype=torch.int64)], False),
+    ],
+)
+def test_which_inputs_may_mark_padding(inputs, may):
+    assert may_hold_padding(inputs) == may

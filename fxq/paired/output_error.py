@@ -1,0 +1,183 @@
+"""Error of a layer's output as a function of its weight, from products of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """Weight as rows, (G, R, K) as in `LayerMatrix.rows`, with the grid of each value.
+
+    Attributes:
+        weight: float weight, (G, R, K).
+        scale: scale of each value, (G, R, K).
+        zero_point: zero point of each value, (G, R, K).
+        qmin: smallest integer.
+        qmax: largest integer.
+        block: number of neighbouring values of a row that share a scale; None: scales are per channel or tensor.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+    block: int | None = None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all zero points are in the middle of the integers."""
+        return bool((self.zero_point == (self.qmin + self.qmax + 1) // 2).all())
+
+    def some_rows(self, rows: Tensor) -> WeightRows:
+        """Only some rows, by index."""
+        parts = {name: getattr(self, name)[:, rows] for name in ("weight", "scale", "zero_point")}
+        return replace(self, **parts)
+
+    def real(self, integers: Tensor) -> Tensor:
+        """Weight that integers represent, (G, R, K)."""
+        return (integers - self.zero_point) * self.scale
+
+    def steps(self) -> Tensor:
+        """Float weight in integer steps, (G, R, K), neither rounded nor clamped."""
+        return self.weight / self.scale + self.zero_point
+
+    def nearest(self) -> Tensor:
+        """Nearest integers of the float weight, (G, R, K)."""
+        return self.steps().round_().clamp_(self.qmin, self.qmax)
+
+    def rescaled(self, error: OutputError) -> WeightRows:
+        """Grid with the scale of each row, among smaller and larger ones, that has the least error with rounding."""
+        factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2, device=self.scale.device)
+        grids = [replace(self, scale=self.scale * factor) for factor in factors]
+        best = torch.stack([error(grid.real(grid.nearest())) for grid in grids]).argmin(0)
+        return replace(self, scale=self.scale * factors[best][:, :, None])
+
+    def fitted(self, integers: Tensor, error: OutputError) -> WeightRows:
+        """Grid with scales of least error for these integers. A row keeps its scale if the new one is far from it."""
+        weight = self.real(integers)
+        power = ((weight @ error.gram) * weight).sum(2)
+        factor = (weight * error.cross.mT).sum(2) / power.clamp(min=_MIN_POWER)
+        factor = torch.where((factor - 1).abs() < _MAX_SCALE_CHANGE, factor, 1.0)
+        return replace(self, scale=self.scale * factor[:, :, None])
+
+
+_SCALE_OCTAVES = -1.2, 0.2
+"""Smallest and largest factor of a scale that is tried, as powers of 2."""
+_SCALE_COUNT = 29
+"""Number of factors that are tried."""
+_MAX_SCALE_CHANGE = 0.3
+"""Largest |factor - 1| of a scale. Larger ones follow noise."""
+_MIN_POWER = 1e-30
+
+
+class InputProducts:
+    """Sums over patches: products of each two inputs of a layer, and of each input with each float input.
+
+    A layer should return for its inputs what the float weight returns for the float inputs. Layers that read the same
+    value share the products.
+
+    Attributes:
+        count: number of patches.
+        derived: what passes compute from the products alone, by a key of theirs.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.derived = 0, dict[Hashable, Any]()
+        self._sums: tuple[Tensor, ...] = ()
+
+    def add(self, x: Tensor, real: Tensor | None = None, counts: Tensor | None = None) -> None:
+        """Add patches.
+
+        Args:
+            x: patches of the inputs, float32, (G, n, K).
+            real: patches of the float inputs, same shape; None: the same values.
+            counts: weights of the patches, (n,), on average 1; None: all equal.
+        """
+        self.count += x.shape[1]
+        weighted = x if counts is None else x * counts[:, None]
+        gram, total = weighted.mT @ x, weighted.sum(1)
+        mixed, real_total = gram, total
+        if real is not None:
+            mixed = weighted.mT @ real
+            real_total = real.sum(1) if counts is None else (real * counts[:, None]).sum(1)
+        sums = gram, mixed, total, real_total
+        self._sums = tuple(map(torch.add, self._sums, sums)) if self._sums else sums
+
+    def merged(self, other: InputProducts) -> InputProducts:
+        """Products over the patches of both. May share memory with this one."""
+        both = InputProducts()
+        both.count = self.count + other.count
+        parts = [products._sums for products in (self, other) if products.count]
+        both._sums = tuple(map(torch.add, *parts)) if len(parts) == 2 else parts[0] if parts else self._sums
+        return both
+
+    def trusting(self, patches: float) -> InputProducts:
+        """Products with artificial patches, for which the float weight is right: independent inputs of average size.
+
+        Args:
+            patches: number of patches for each input of the weight.
+        """
+        gram, mixed, *totals = self._sums
+        size = patches * gram.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] / max(self.count, 1)
+        more = size * torch.eye(gram.shape[2], device=gram.device)
+        products = InputProducts()
+        products.count, products._sums = self.count, (gram + more, mixed + more, *totals)
+        return products
+
+    def means(self) -> tuple[Tensor, ...]:
+        """Mean products of each two inputs, (G, K, K), of inputs and float inputs, and means of both, (G, K)."""
+        return tuple(total / max(self.count, 1) for total in self._sums)
+
+
+class OutputError:
+    """Squared error of a layer's output as a function of its weight, beyond that of the float weight.
+
+    Attributes:
+        inputs: products of the inputs.
+        weight: float weight, (G, R, K).
+        centred: whether the mean error of each channel is left out, since the bias corrects it.
+    """
+
+    def __init__(self, inputs: InputProducts, weight: Tensor, centred: bool = False) -> None:
+        self.inputs, self.weight, self.centred = inputs, weight, centred
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Mean product of each two inputs, (G, K, K); their covariance if `centred`."""
+        gram, _, x, _ = self.inputs.means()
+        return gram - x[:, :, None] * x[:, None] if self.centred else gram
+
+    @cached_property
+    def slope(self) -> Tensor:
+        """Half of the gradient of the error at the float weight, (G, R, K): not 0 where inputs differ from float."""
+        gram, mixed, x, real = self.inputs.means()
+        apart = gram - mixed.mT
+        return self.weight @ (apart - (x - real)[:, :, None] * x[:, None] if self.centred else apart)
+
+    @property
+    def cross(self) -> Tensor:
+        """Mean product of each input and each wanted output, (G, K, R); their covariance if `centred`."""
+        return (self.weight @ self.gram - self.slope).mT
+
+    def __call__(self, weight: Tensor, other: Tensor | None = None) -> Tensor:
+        """Mean squared error by channel, (G, R), with a weight (G, R, K), beyond that with another.
+
+        `other` is the float weight by default.
+        """
+        change, total = weight - self.weight, weight - self.weight
+        if other is not None:
+            change, total = weight - other, total + (other - self.weight)
+        return (change * (total @ self.gram + 2 * self.slope)).sum(2)
+
+    def shift(self, weight: Tensor) -> Tensor:
+        """Mean of the wanted minus the actual output by channel, (G, R), with a weight (G, R, K)."""
+        _, _, x, real = self.inputs.means()
+        return (self.weight @ real[:, :, None] - weight @ x[:, :, None])[:, :, 0]
