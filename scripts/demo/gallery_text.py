@@ -123,7 +123,7 @@ class Logits(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64[N, length] -> float32[N, length, words]."""
-        logits: Tensor = self.model(tokens, use_cache=False).logits
+        logits: Tensor = self.model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
         return logits
 
 
