@@ -96,7 +96,7 @@ def nncf_weights(part: Part, is_transformer: bool) -> bytes:
     import nncf
     import onnx
 
-    model, mode = onnx.load_from_string(float_file(part, is_transformer)), nncf.CompressWeightsMode.INT4_ASYM
+    model, mode = onnx.load_from_string(float_file(part, is_transformer)), nncf.CompressWeightsMode.INT4_SYM
     with quiet():
         content: bytes = nncf.compress_weights(model, mode=mode, group_size=BLOCK).SerializeToString()
     return content
