@@ -61,7 +61,7 @@ def own(part: Part, is_transformer: bool) -> Made:
 
 def own_weights(part: Part, is_transformer: bool) -> Made:
     """fxq, weights alone, in one call."""
-    return quantized(part, fxq.Recipe.weight_only(bits=4, per=BLOCK))
+    return quantized(part, fxq.Recipe.weight_only(bits=4, per=BLOCK, backend="fastest"))
 
 
 def quantized(part: Part, recipe: fxq.Recipe) -> Made:
