@@ -139,14 +139,19 @@ assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected)
 
 
 def same_in_file(subject: Subject, models: Sequence[Any]) -> bool:
-    """Whether another process loads the saved models and computes what they compute here, bit for bit.
+    """Whether the models can be saved, and another process loads them and computes the same outputs, bit for bit.
 
     The process runs in an empty folder, and can import only what is installed with fxq.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
         for part, model in zip(subject.parts, models, strict=True):
-            model.save(path := Path(folder, "model.fxq"))
+            path = Path(folder, "model.fxq")
+            try:
+                model.save(path)
+            except fxq.FxqError as error:
+                print(f"{subject.name}: {error}", file=sys.stderr)
+                return False
             torch.save((part.example, tree_leaves(model(*part.example))), numbers := Path(folder, "numbers.pt"))
             command = [sys.executable, "-c", ALONE, str(path), str(numbers)]
             result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

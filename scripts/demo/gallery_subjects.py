@@ -91,8 +91,9 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_text.antibodies,
         gallery_text.losses,
         "Weights alone, in 4 bits with blocks of 64, by `fxq.Recipe.weight_only(bits=4)` with data, NNCF's "
-        "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since they "
-        "are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than fxq's model.",
+        "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
+        "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "
+        "fxq's model.",
         is_language=True,
     ),
     "voices": Exhibit(
