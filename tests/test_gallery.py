@@ -1,13 +1,19 @@
-"""The gallery: its page is written from its rows, every picture is small, and a tool that fails has its reason."""
+"""The gallery: its page, its pictures, a tool that fails, files of models and of networks, and how results are read."""
 
 import json
 
+import numpy as np
+import onnx.parser
+import pytest
 import torch
 from torch import nn
 
+import fxq
+from scripts.bench.accuracy_contenders import FilePart
 from scripts.bench.accuracy_subjects import Subject
 from scripts.bench.number import sqnr
-from scripts.demo import gallery
+from scripts.bench.rivals import onnx_session
+from scripts.demo import gallery, gallery_vision
 from scripts.demo.gallery_subjects import EXHIBITS
 from scripts.demo.sequence_subjects import Part
 from scripts.docs import gallery_page
@@ -45,3 +51,90 @@ def test_a_row_has_the_quality_and_a_failure_its_reason():
         {"tool": "float", "quality": {"a": 1.0}, "ms": 1.0, "bytes": 1e6, "seconds": 2.0, "backends": []},
     ]
     assert "| float | 1 | 1 | 1 |  |" in gallery_page.table(rows) and "broken" not in gallery_page.table(rows)
+
+
+@pytest.mark.slow
+def test_a_model_of_a_file_is_compared_in_a_process_without_the_packages_of_networks(tmp_path, capfd):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(64, 8)
+    subject = Subject("linear", [Part(model, (x[:1],), [(x,)])], lambda calls: calls[0](x), lambda a, b: {})
+    qmodel = fxq.quantize(model, "static", data=[x], progress=False)
+    assert gallery.same_in_file(subject, [qmodel])
+
+    class Changed(nn.Module):
+        """Computes something other than what it saves."""
+
+        def save(self, path):
+            qmodel.save(path)
+
+        def forward(self, x):
+            return qmodel(x) + 1e-3
+
+    assert not gallery.same_in_file(subject, [Changed()])
+    assert "linear: AssertionError" in capfd.readouterr().err
+
+
+def test_a_file_of_an_old_opset_with_a_fixed_size_is_made_usable_for_other_tools(tmp_path):
+    text = """<ir_version: 3, opset_import: ["": 9]>
+    g (float[10, 2] x, float[2, 2] w) => (float[10, 2] y) <float[2, 2] w = {1, 2, 3, 4}>
+    { h = MatMul(x, w)  y = Relu(h) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    x = torch.tensor([[1.0, -1.0], [0.0, 2.0], [1.0, 1.0]])
+    content = FilePart(nn.Identity(), (x,), [(x,)], tmp_path / "m.onnx").file()
+    model = onnx.load_from_string(content)
+    assert model.opset_import[0].version == 13 and [value.name for value in model.graph.input] == ["input0"]
+    assert len({node.name for node in model.graph.node}) == len(model.graph.node) == 2
+    (y,) = onnx_session(content).run(None, {"input0": x.numpy()})
+    assert np.array_equal(y, [[0.0, 0.0], [6.0, 8.0], [4.0, 6.0]])
+
+
+def test_a_centre_with_its_size_and_offset_is_a_box():
+    likely, size, offset = torch.zeros(1, 1, 8, 8), torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)
+    likely[0, 0, 2, 5] = 0.9
+    size[0, :, 2, 5] = torch.tensor([2.0, 3.0]).log()  # height, width, in steps of 4 pixels
+    offset[0, :, 2, 5] = torch.tensor([0.25, -0.25])
+    ((boxes, scores, _),) = gallery_vision.centred((likely, size, offset))
+    assert torch.allclose(boxes, torch.tensor([[15.0, 7.0, 27.0, 15.0]]), atol=1e-5) and scores.tolist() == [
+        likely.max()
+    ]
+
+
+def test_weights_of_an_ncnn_file_are_read_in_order():
+    torch.manual_seed(0)
+    model, same = (gallery_vision.VideoEnlarger(width=4, depth=1, scale=2).eval() for _ in range(2))
+    content = b""
+    for layer in (*model.layers, model.last):
+        content += b"mark" if isinstance(layer, nn.Conv2d) else b""
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.half().float()
+            content += parameter.detach().numpy().astype("<f2" if parameter.dim() == 4 else "<f4").tobytes()
+    same.read(content)
+    x = torch.rand(1, 3, 6, 5)
+    assert torch.equal(same(x), model(x)) and same(x).shape == (1, 3, 12, 10)
+    same.last.bias.data.zero_()
+    for layer in same.layers:
+        layer.weight.data.zero_()
+    same.last.weight.data.zero_()
+    assert torch.equal(same(x), x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+
+
+def test_matches_of_a_turned_picture_are_right_where_it_was_turned_to():
+    """Vectors of 16 places, and those places in the second picture."""
+    torch.manual_seed(0)
+    names = nn.functional.normalize(torch.randn(16, 64), dim=1)
+    first = torch.cartesian_prod(torch.arange(100, 220, 40), torch.arange(100, 220, 40))[:9].float()
+    x, y = ((first + 0.5 - 160) * gallery_vision.SCALED).unbind(1)
+    turned = torch.tensor(gallery_vision.TURNED)
+    second = torch.stack([turned.cos() * x + turned.sin() * y, turned.cos() * y - turned.sin() * x], 1) + 160 - 0.5
+    second[0] += 20  # wrong by more than 3 pixels
+
+    def outputs(places):
+        features, logits = torch.zeros(1, 64, 40, 40), torch.zeros(1, 65, 40, 40)
+        logits[:, 64] = 10
+        for (x, y), name in zip(places.round().long().tolist(), names, strict=False):
+            features[0, :, max(0, y // 8 - 1) : y // 8 + 2, max(0, x // 8 - 1) : x // 8 + 2] = name[:, None, None]
+            logits[0, y % 8 * 8 + x % 8, y // 8, x // 8] = 20
+        return features, logits, torch.ones(1, 1, 40, 40)
+
+    _, _, right = gallery_vision.matches((outputs(first), outputs(second)))
+    assert len(right) == 9 and int(right.sum()) == 8

@@ -119,7 +119,7 @@ def rank(sqnr: float | None) -> float:
 
 def check_output(ledger: Ledger, context: Context) -> None:
     """Warn if the output's SQNR is below the recipe's `min_sqnr`, and name remedies."""
-    output_sqnr, min_sqnr = ledger.output_sqnr, context.recipe.min_sqnr
+    output_sqnr, min_sqnr, preset = ledger.output_sqnr, context.recipe.min_sqnr, context.recipe.preset
     if min_sqnr is None or output_sqnr is None or output_sqnr >= min_sqnr:
         return
     runs = (run_model(context.model, context.example, context.recipe.concrete_args, seed) for seed in (0, 1))
@@ -138,8 +138,10 @@ def check_output(ledger: Ledger, context: Context) -> None:
     remedies = f" The layers with the largest own errors, and the remedy for each:{lines}\n" if lines else " "
     not_finite = "not finite where the float model's is, or vice versa"
     text = not_finite if math.isnan(output_sqnr) else f"at {output_sqnr:.1f} dB SQNR"
+    others = 'effort="best" also tries equalization, other observers and other rounding. ' if preset == "static" else ""
     warn(
         f"the output is {text}, against the float model on recorded calibration data; the recipe asks for "
-        f"{min_sqnr:g} dB (min_sqnr).{remedies}If the recipe has passes of your own, recipe.with_check() compares the "
-        "output after every pass and names the one that changes the numbers. print(qmodel.ledger) shows all layers."
+        f"{min_sqnr:g} dB (min_sqnr).{remedies}{others}If the recipe has passes of your own, recipe.with_check() "
+        "compares the output after every pass and names the one that changes the numbers. print(qmodel.ledger) shows "
+        "all layers."
     )

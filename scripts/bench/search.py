@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxq
-from scripts.bench.accuracy_data import PHOTOGRAPHS, crops_of, efficientnet_lite0, install
+from scripts.bench.accuracy_data import PHOTOGRAPHS, crops_of, efficientnet_lite, install
 from scripts.bench.accuracy_subjects import agreement
 from scripts.bench.timing import interleaved, threads_set_to
 from scripts.demo.sequence_data import fetched
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=1000, help="crops that the result is judged on (%(default)s)")
     arguments = parser.parse_args()
     fetched(arguments, install)
-    model = efficientnet_lite0()
+    model = efficientnet_lite()
     data = crops_of(PHOTOGRAPHS, 112, "calibration").split(8)
     start = time.perf_counter()
     with threads_set_to(1):

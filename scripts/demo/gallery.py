@@ -4,11 +4,13 @@
     python -m scripts.demo.gallery --folder build/gallery      run with what was fetched
     python -m scripts.demo.gallery --only faces --only texts   some of the networks
 
-Every tool has its own defaults; fxq has backend="fastest". Quality is that of the kernels of this machine, on data that
-calibrated nothing. Milliseconds are the least of several calls on one thread, of all parts of a network on one input.
-Seconds to quantize are those of the CPU, with the export to ONNX where there is one. What fails has its reason in place
-of numbers. The rows go to `scripts/docs/gallery.json`, a picture of each network to `scripts/docs/static/gallery`; then
-`python -m scripts.docs.gallery_page` writes the page.
+Every tool has its own defaults; fxq has backend="fastest". Of language models, the weights alone are quantized, to 4
+bits in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process, which can
+import neither the packages of the networks nor the other tools; "file" says whether its outputs are equal, bit for bit.
+Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
+calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
+to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a
+picture of each network to `scripts/docs/static/gallery`; then `python -m scripts.docs.gallery_page` writes the page.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tabulate import tabulate
+from torch.utils._pytree import tree_leaves
 
 import fxq
 from scripts.bench.accuracy import machine
@@ -37,6 +44,8 @@ from scripts.demo.sequence_data import Missing, fetched
 from scripts.demo.sequence_subjects import Part
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+BLOCK = 64
+"""Weights of a language model that share a scale."""
 CALLS, LONGEST = 20, 2.0
 """Calls that a latency is the least of, and the seconds after which no further call is made."""
 
@@ -46,7 +55,16 @@ Tool = Callable[[Part, bool], Made]
 
 def own(part: Part, is_transformer: bool) -> Made:
     """fxq, in one call."""
-    recipe = fxq.Recipe.static(backend="fastest")
+    return quantized(part, fxq.Recipe.static(backend="fastest"))
+
+
+def own_weights(part: Part, is_transformer: bool) -> Made:
+    """fxq, weights alone, in one call."""
+    return quantized(part, fxq.Recipe.weight_only(bits=4, per=BLOCK))
+
+
+def quantized(part: Part, recipe: fxq.Recipe) -> Made:
+    """fxq with a recipe."""
     qmodel = fxq.quantize(part.model, recipe, data=part.data, example_inputs=part.example, progress=False)
     return Made(qmodel, fxq.results.nbytes(qmodel), qmodel.ledger.coverage)
 
@@ -63,8 +81,6 @@ def by_file(make: Callable[[Part, bool], bytes]) -> Tool:
 
 def float_file(part: Part, is_transformer: bool) -> bytes:
     """ONNX file of the float part."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder, quiet():
         return float_onnx(part, folder).read_bytes()
 
@@ -74,13 +90,75 @@ def as_it_is(part: Part, is_transformer: bool) -> Made:
     return Made(part.model, sum(t.nbytes for t in part.model.state_dict().values()))
 
 
+def nncf_weights(part: Part, is_transformer: bool) -> bytes:
+    """ONNX file that NNCF's `compress_weights` makes of a part."""
+    import nncf
+    import onnx
+
+    model, mode = onnx.load_from_string(float_file(part, is_transformer)), nncf.CompressWeightsMode.INT4_SYM
+    with quiet():
+        content: bytes = nncf.compress_weights(model, mode=mode, group_size=BLOCK).SerializeToString()
+    return content
+
+
+def onnxruntime_weights(part: Part, is_transformer: bool) -> bytes:
+    """ONNX file that ONNX Runtime's `MatMulNBitsQuantizer` makes of a part."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    with quiet():
+        quantizer = MatMulNBitsQuantizer(onnx.load_from_string(float_file(part, is_transformer)), block_size=BLOCK)
+        quantizer.process()
+    content: bytes = quantizer.model.model.SerializeToString()
+    return content
+
+
+FLOAT_TOOLS: dict[str, Tool] = {"float, PyTorch": as_it_is, "float, ONNX Runtime": by_file(float_file)}
 TOOLS: dict[str, Tool] = {
-    "float, PyTorch": as_it_is,
-    "float, ONNX Runtime": by_file(float_file),
+    **FLOAT_TOOLS,
     "int8, fxq": own,
     "int8, NNCF": by_file(nncf_file),
     "int8, ONNX Runtime": by_file(lambda part, is_transformer: onnxruntime_file(part)),
 }
+LANGUAGE_TOOLS: dict[str, Tool] = {
+    **FLOAT_TOOLS,
+    "int4, fxq": own_weights,
+    "int4, NNCF": by_file(nncf_weights),
+    "int4, ONNX Runtime": by_file(onnxruntime_weights),
+}
+
+ALONE = """\
+import sys, torch, fxq
+from torch.utils._pytree import tree_leaves
+torch.set_num_threads(1)
+model, (inputs, expected) = fxq.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=True)
+outputs = tree_leaves(model(*inputs))
+assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
+"""
+"""Program that loads a model and compares its outputs with those in a file."""
+
+
+def same_in_file(subject: Subject, models: Sequence[Any]) -> bool:
+    """Whether the models can be saved, and another process loads them and computes the same outputs, bit for bit.
+
+    The process runs in an empty folder, and can import only what is installed with fxq.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, model in zip(subject.parts, models, strict=True):
+            path = Path(folder, "model.fxq")
+            try:
+                model.save(path)
+            except fxq.FxqError as error:
+                print(f"{subject.name}: {error}", file=sys.stderr)
+                return False
+            torch.save((part.example, tree_leaves(model(*part.example))), numbers := Path(folder, "numbers.pt"))
+            command = [sys.executable, "-c", ALONE, str(path), str(numbers)]
+            result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+            if result.returncode:
+                print(f"{subject.name}: {(result.stderr.strip().splitlines() or [''])[-1]}", file=sys.stderr)
+                return False
+    return True
 
 
 def milliseconds(subject: Subject, calls: Sequence[Callable[..., Any]]) -> float:
@@ -111,6 +189,8 @@ def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[st
             "int8_macs": [part.macs for part in parts if part.macs is not None],
             "backends": [backend for call in calls if (backend := getattr(call, "backend", None))],
         }
+        if tool in (own, own_weights):
+            facts["same_in_file"] = same_in_file(subject, calls)
         return {"tool": name, **facts}, outputs
     except Exception as error:  # tools fail in many ways; each is a result
         words = (str(error).strip().splitlines() or [""])[0][:160]
@@ -124,8 +204,9 @@ def shown(name: str, rows: Sequence[dict[str, Any]]) -> str:
     for entry in rows:
         quality = [entry.get("quality", {}).get(kind) for kind in kinds]
         size = entry.get("bytes", 0) / 1e6 or None
-        cells.append([entry["tool"], *quality, entry.get("ms"), size, entry.get("seconds"), entry.get("why", "")])
-    return tabulate(cells, headers=(name, *kinds, "ms", "MB", "to quantize, s", ""), floatfmt=".4g")
+        file = {True: "equal", False: "differs", None: ""}[entry.get("same_in_file")]
+        cells.append([entry["tool"], *quality, entry.get("ms"), size, entry.get("seconds"), file, entry.get("why", "")])
+    return tabulate(cells, headers=(name, *kinds, "ms", "MB", "to quantize, s", "file", ""), floatfmt=".4g")
 
 
 def store(path: Path, key: str, exhibit: dict[str, Any]) -> None:
@@ -161,13 +242,14 @@ def main() -> None:
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = subject.outputs([part.model for part in subject.parts])
-            for name, tool in TOOLS.items():
+            for name, tool in (LANGUAGE_TOOLS if exhibit.is_language else TOOLS).items():
                 result, outputs = row(subject, name, tool, expected)
                 results.append(result)
                 store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
-                if tool is own and outputs is not None:
+                if tool in (own, own_weights) and outputs is not None:
                     picture = exhibit.picture(subject, expected, outputs)
-                    picture.save(arguments.pictures / f"{key}.png", optimize=True)
+                    small = picture.quantize(128, dither=Image.Dither.NONE)
+                    small.save(arguments.pictures / f"{key}.png", optimize=True)
         print(shown(subject.name, results), end="\n\n", flush=True)
 
 

