@@ -84,7 +84,9 @@ def test_a_plot_has_a_panel_for_each_number_of_several_days(tmp_path):
 
 def test_engines_tell_the_history_how_they_stand_to_the_best_other(script):
     engines = script("bench.engines")
-    cells = [engines.Cell("net", 1, "nncf", 2.0, 20.0), engines.Cell("net", 1, "fxq fastest", 1.0, 30.0)]
-    assert ("net, batch 1, fxq fastest", "time, of the best other (nncf)", 0.5, "times") in list(
-        engines.for_history(cells)
-    )
+    cells = [engines.Cell("net", 1, "nncf", 2.0, 20.0), engines.Cell("net", 1, "fxq fastest", 1.0, 30.0, 9.0)]
+    numbers = {
+        threads: list(engines.for_history(cells, engines.Settings(True, threads, 1.0, []))) for threads in (1, 2)
+    }
+    assert ("net, batch 1, fxq fastest", "time, of the best other (nncf)", 0.5, "times") in numbers[1]
+    assert ("net, batch 1, fxq fastest, 2 threads", "time to get ready", 9.0, "s") in numbers[2]
