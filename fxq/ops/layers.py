@@ -30,6 +30,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+@row(
+    *(spell(t, "x other offs bias") for t in (torch._grouped_mm, aten._grouped_mm.default)),
+    traits=float_only("x", "other"),
+    macs=product_macs,
+)
+def grouped_mm(
+    x: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x (M, K), other (E, K, N), offs int32 (E,) -> (M, N): rows from offs[e - 1] to offs[e] times other[e].
+
+    With a constant `other`, canonicalize makes it an expert_linear.
+    """
+    return torch._grouped_mm(x, other, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+@row(traits=float_only("x", weight="weight", axis=0), macs=product_macs)
+def expert_linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Linear layers of experts: x (M, K), weight (E * N, K), offs int32 (E,) -> (M, N).
+
+    Expert e has the rows from e * N to (e + 1) * N of the weight, and computes those from offs[e - 1] to offs[e] of x.
+    """
+    of_experts = weight.view(len(offs), -1, weight.shape[1])
+    return torch._grouped_mm(x, of_experts.transpose(1, 2), offs=offs)
+
+
 def _eval_norm(bound: Arguments) -> Arguments | str:
     bound.pop("momentum", None)
     if bound.pop("training", False) or bound.get("running_mean") is None:

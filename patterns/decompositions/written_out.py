@@ -9,6 +9,8 @@ import math
 from itertools import chain
 from typing import Any
 
+import torch
+
 from fxq.rewriting.pattern import rewrite
 
 
@@ -178,6 +180,24 @@ def _linear_with_bias(op, m):
     return op.linear(m.x, m.w, m.b)
 
 
+@rewrite
+def experts_by_grouped_mm(op, x, w, offs, none):
+    return op.grouped_mm(x, w, offs, none, out_dtype=None)
+
+
+@experts_by_grouped_mm.unless
+def product_is_not_that_of_experts(m):
+    is_constant = m.w.tensor is not None and m.w.tensor.dim() == 3 and m.w.tensor.dtype is torch.float32
+    return m.captures["none"] is not None or not is_constant or m.x.tensor is not None or m.offs is None
+
+
+@experts_by_grouped_mm.becomes
+def _experts(op, m):
+    name = str(m.w.node.target).removeprefix("fxq_data.")
+    weight = op.computed(lambda w: w.transpose(1, 2).reshape(-1, w.shape[1]).contiguous(), f"{name}_rows", m.w)
+    return op.expert_linear(m.x, weight, m.offs)
+
+
 FUNCTIONS = {
     "relu6": (clip_relu6,),
     "relu": (clip_relu,),
@@ -192,6 +212,6 @@ for _name, _rewrites in FUNCTIONS.items():
     for _rewrite in _rewrites:
         _rewrite.becomes(lambda op, m, name=_name: op[name](m.x))
 
-LINEAR = (linear_by_matmul, linear_by_addmm, linear_add_bias)
+LINEAR = (linear_by_matmul, linear_by_addmm, linear_add_bias, experts_by_grouped_mm)
 
 WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, *LINEAR)

@@ -29,9 +29,12 @@ CASES = [*LAYERS, *ACTIVATIONS, *FLOATS, *ARITHMETIC, *MOVEMENT, *SELECTION, *PO
 
 CONVERSION = "inserted by passes; a model that calls it is already quantized"
 OTHERWISE = "torch.fx traces it as another spelling, which has a case"
+EXPERTS = "it reads integers, too; see tests/backends/plain/test_experts.py"
 ELSEWHERE = "a function of a package that the tests do not install; see tests/ops/test_table.py"
 UNTESTED = {
     "torchvision.ops.stochastic_depth:stochastic_depth": ELSEWHERE,
+    torch._grouped_mm: EXPERTS,
+    torch.ops.aten._grouped_mm.default: EXPERTS,
     F.sigmoid: OTHERWISE,
     F.tanh: OTHERWISE,
     torch.ops.fxq.quantize.default: CONVERSION,

@@ -207,6 +207,35 @@ class WeightOnlyLinear(WeightOnlyKernel):
         return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
 
 
+class WeightOnlyExperts(WeightOnlyKernel):
+    """Linear layers of experts. It reads the weights of those experts only that have rows."""
+
+    name: ClassVar[str] = "weight_only.experts"
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """float32 (M, K) and the ends of the rows of each expert, int32 (E,) -> float32 (M, N)."""
+        x, ends = float_input(x), offs.tolist()
+        outputs = len(self.stored_weight().values) // len(ends)
+        y, start = torch.zeros(len(x), outputs, device=x.device), 0
+        for expert, end in enumerate(ends):
+            if end > start:
+                y[start:end] = self._expert(expert, outputs)(x[start:end])
+            start = end
+        return y
+
+    def _expert(self, expert: int, outputs: int) -> WeightOnlyLinear:
+        def make() -> WeightOnlyLinear:
+            part = self.stored_weight().some(lambda t: t[outputs * expert : outputs * (expert + 1)])
+            return WeightOnlyLinear(
+                op="linear", settings={}, axis=part.axis, block=part.block, signed=part.signed, weight=part.values,
+                packed=None if part.packed is None else [part.packed], weight_scale=part.scale,
+                weight_zero_point=part.zero_point,
+            )  # fmt: skip
+
+        kernel: WeightOnlyLinear = self._cached(("expert", expert), make)
+        return kernel
+
+
 class WeightOnlyConv(WeightOnlyKernel):
     """Convolution or transposed convolution. Scales are applied to the weight or to the result, if that is faster."""
 
@@ -276,6 +305,7 @@ class WeightOnlyRecurrent(WeightOnlyKernel):
 
 KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
     "linear": WeightOnlyLinear,
+    "expert_linear": WeightOnlyExperts,
     **dict.fromkeys((*OPS.family("conv"), *OPS.family("conv_transpose")), WeightOnlyConv),
     "embedding": WeightOnlyEmbedding,
     "embedding_bag": WeightOnlyBag,
