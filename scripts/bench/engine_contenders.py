@@ -198,7 +198,7 @@ def _compiled(model: Any, case: EngineCase) -> Runner:
 # ---- fxq
 
 
-def own(backend: str) -> Contender:
+def own(backend: str, effort: str = "default") -> Contender:
     """fxq with one of its backends."""
 
     def make(case: EngineCase) -> Runner:
@@ -207,7 +207,9 @@ def own(backend: str) -> Contender:
         data = None if is_dynamic else case.data
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fxq.FxqWarning)  # what stays in float is seen in the times
-            qmodel = fxq.quantize(case.model, recipe, data=data, example_inputs=case.timed, progress=False)
+            qmodel = fxq.quantize(
+                case.model, recipe, data=data, example_inputs=case.timed, effort=effort, progress=False
+            )
         form = torch.channels_last if case.timed.dim() == 4 else torch.contiguous_format
         return Runner(qmodel, form, case.recipe if backend != "fastest" else f"{case.recipe}, {qmodel.backend}")
 
@@ -221,5 +223,6 @@ CONTENDERS: dict[str, Contender] = {
     "torch.ao": torch_ao_best,
     "onnxruntime quantizer": onnxruntime_own,
     "nncf": nncf_openvino,
+    "fxq auto, fast": own("auto", effort="fast"),
     **{f"fxq {backend}": own(backend) for backend in ("auto", "x86", "jit", "openvino", "onnxruntime", "fastest")},
 }
