@@ -34,8 +34,11 @@ class ManyRowsProduct:
         weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
         zeros = torch.empty(0) if stored.packed is None else _nibble_zeros(stored).to(torch.uint8).contiguous()
         self._keeps = few, zeros, few.ones()
-        self._fields = [weight, scale, zeros.data_ptr(), bias, few.ones().data_ptr(), kind]
-        self._fields += [columns, outputs, row_bytes, block, scales]
+        self._fields = {
+            "WEIGHT": weight, "SCALE": scale, "ZEROS": zeros.data_ptr(), "BIAS": bias, "ONES": few.ones().data_ptr(),
+            "KIND": kind, "COLUMNS": columns, "OUTPUTS": outputs, "ROW_BYTES": row_bytes, "BLOCK": block,
+            "SCALES": scales,
+        }  # fmt: skip
         self._loops, self._columns, self._outputs = loops, columns, outputs
         self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
 
@@ -49,9 +52,13 @@ class ManyRowsProduct:
         """
         x = x.contiguous()
         y = torch.empty((*x.shape[:-1], self._outputs), dtype=torch.float32, device="cpu")
-        steps = int(scale.numel() > 1), int(zero_point.numel() > 1)
-        bases = x.data_ptr(), y.data_ptr(), x.numel() // self._columns, scale.data_ptr(), zero_point.data_ptr(), *steps
-        array, threads = (ctypes.c_int64 * len(bases))(*bases), usable_threads()
+        fields = {
+            "X": x.data_ptr(), "OUT": y.data_ptr(), "ROWS": x.numel() // self._columns,
+            "SCALE": scale.data_ptr(), "ZERO": zero_point.data_ptr(),
+            "SCALE_STEP": int(scale.numel() > 1), "ZERO_STEP": int(zero_point.numel() > 1),
+        }  # fmt: skip
+        names, threads = self._loops.CallField.__members__, usable_threads()
+        array = (ctypes.c_int64 * len(names))(*map(fields.__getitem__, names))
         job, _, counts = self._job(threads)
         if len(counts) == 0 or not run_together(job, threads, ctypes.addressof(array), 0):
             _, table, _ = self._job(1)
@@ -64,10 +71,12 @@ class ManyRowsProduct:
             unit, outputs = self._loops.COLUMNS, self._outputs
             count = max(min(threads, outputs // _MIN_PART_COLUMNS), 1)
             parts = list(pairwise([outputs * k // count // unit * unit for k in range(count)] + [outputs]))
-            table = torch.tensor([[*self._fields, *part] for part in parts], dtype=torch.int64, device="cpu")
+            names = self._loops.PartField.__members__
+            rows = [self._fields | {"FIRST": first, "END": end} for first, end in parts]
+            table = torch.tensor([[row[name] for name in names] for row in rows], dtype=torch.int64, device="cpu")
             counts = torch.tensor([len(parts)] if len(parts) > 1 else [], dtype=torch.int64, device="cpu")
             address = code_address(self._loops.many_integers_part)
-            job = Job(address, table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.MANY_ROWS_FIELDS)
+            job = Job(address, table.data_ptr(), counts.data_ptr(), 1, 0, 8 * len(names))
             self._jobs[threads] = job, table, counts
         return self._jobs[threads]
 

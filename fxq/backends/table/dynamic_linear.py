@@ -74,7 +74,7 @@ class DynamicLinear(WeightOnlyLinear):
         fits = x.shape[-1:] == (math.prod(self.stored_weight().row),) and x.numel() > 0
         few = self._product(x, 0) if fits else None
         loops = None if few is None else loops_for("many_rows_loops", 0, x, *self._buffers.values())
-        if loops is None or few is None or not loops.HAS_ROW_DOT:
+        if loops is None or few is None or not loops.IS_FASTER:
             return None
 
         def make() -> ManyRowsProduct | None:

@@ -77,7 +77,7 @@ def test_threads_compute_the_same_numbers(outputs, monkeypatch):
     for threads in (2, 3, 7):
         with threads_set_to(threads):
             torch.testing.assert_close(loop.of_integers(*arguments), alone, **EXACT)
-    assert calls == [True] * 3 if outputs > 128 else len(calls) <= 3
+    assert calls == ([True] * 3 if outputs > 128 else [])  # each thread has 64 columns at least
     monkeypatch.setattr(many_rows, "run_together", lambda *_: False)  # no thread is free
     with threads_set_to(2):
         torch.testing.assert_close(loop.of_integers(*arguments), alone, **EXACT)

@@ -103,8 +103,8 @@ def test_a_symmetric_grid_has_its_zero_point_in_the_kernel():
 def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, product, weight, monkeypatch):
     call = product.of_integers
     monkeypatch.setattr(product, "of_integers", lambda self, *args: call(self, *args) * 1.05)
-    for module in ("few_rows_loops", "many_rows_loops"):
-        monkeypatch.setattr(loops(module), "HAS_ROW_DOT", True)
+    for module, name in (("few_rows_loops", "HAS_ROW_DOT"), ("many_rows_loops", "IS_FASTER")):
+        monkeypatch.setattr(loops(module), name, True)
     with pytest.warns(UserWarning):
         qmodel = quantized(weight or fxq.Recipe.dynamic().config.weight, rows)
     assert qmodel.ledger.where(kind="unverified")
@@ -140,12 +140,12 @@ def test_a_loop_multiplies_many_rows(weight, monkeypatch):
     scale, zero = torch.rand(300, 1) + 0.1, torch.randint(0, 256, (300, 1)).float()
     wanted = (x.double() - zero) * scale.double() @ real_weight(kernel).T + kernel.bias
     close = {"rtol": 1e-4, "atol": 1e-2}  # sums of values up to 1000
-    monkeypatch.setattr(loops("many_rows_loops"), "HAS_ROW_DOT", False)
+    monkeypatch.setattr(loops("many_rows_loops"), "IS_FASTER", False)
     calls, call = [], ManyRowsProduct.of_integers
     monkeypatch.setattr(ManyRowsProduct, "of_integers", lambda self, *args: calls.append(1) or call(self, *args))
     torch.testing.assert_close(kernel(x, scale, zero).double(), wanted, **close)
-    assert not calls  # products of floats are as fast without VNNI
-    monkeypatch.setattr(loops("many_rows_loops"), "HAS_ROW_DOT", True)
+    assert not calls
+    monkeypatch.setattr(loops("many_rows_loops"), "IS_FASTER", True)
     torch.testing.assert_close(kernel(x, scale, zero).double(), wanted, **close)
     assert calls
 

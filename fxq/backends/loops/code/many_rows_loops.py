@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK
-from fxq.backends.loops.code.few_rows_loops import HAS_ROW_DOT, SIGNED4
+from fxq.backends.loops.code.few_rows_loops import SIGNED4
 from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many_rows
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 
-__all__ = ["COLUMNS", "HAS_ROW_DOT", "MANY_ROWS_FIELDS", "many_integers_part"]
+__all__ = ["COLUMNS", "IS_FASTER", "CallField", "PartField", "many_integers_part"]
+IS_FASTER = machine_code.KIND.bits >= 256
+"""Whether the loop is faster than a product of floats. Kinds of CPU with narrower vectors have not been measured."""
 X_OFFSET = np.float32(machine_code.KIND.x_offset)
 _WORDS = CHUNK // 4
 """Words of four integers that are unpacked at once. They have one zero point."""
@@ -55,37 +59,65 @@ def _unpack8(weight, row_bytes, count, out):
                 out[w, c] = stored[w]
 
 
-MANY_ROWS_FIELDS = 13
-"""Number of integers that describe a part of a product, see `many_integers_part`."""
+class PartField(IntEnum):
+    """Fields of a part of a product: the weight, and the columns of the result to compute."""
+
+    WEIGHT = 0  # address of the stored integers, (outputs, row_bytes)
+    SCALE = 1  # address of float32 (outputs, scales)
+    ZEROS = 2  # address of the zero points of 4-bit values, uint8 (outputs, scales)
+    BIAS = 3  # address of float32 (outputs,)
+    ONES = 4  # address of the sums of the rows of the weight, float32 (outputs,)
+    KIND = 5  # SIGNED4 or UNSIGNED4 of `few_rows_loops` for packed values; others are int8
+    COLUMNS = 6  # number of values of a row of the weight
+    OUTPUTS = 7
+    ROW_BYTES = 8
+    BLOCK = 9  # number of values of a row with one scale
+    SCALES = 10  # number of scales of a row
+    FIRST = 11  # first column of the result, and its end
+    END = 12
+
+
+class CallField(IntEnum):
+    """Fields of a call: its rows of integers, with their grids, and the result."""
+
+    X = 0  # address of uint8 (rows, columns)
+    OUT = 1  # address of float32 (rows, outputs), written
+    ROWS = 2  # at least the rows of a tile
+    SCALE = 3  # address of float32 (rows,), or of one number
+    ZERO = 4  # address of float32 (rows,), or of one number
+    SCALE_STEP = 5  # 1 if each row has a scale, else 0
+    ZERO_STEP = 6  # 1 if each row has a zero point, else 0
+
+
+_PART_FIELDS, _CALL_FIELDS = len(PartField), len(CallField)
 
 
 @compiled("i64* i i64*")
-def many_integers_part(part, _count, bases):
-    """Compute columns of the product of rows of integers with the weight, of which blocks are added exactly.
+def many_integers_part(part, _count, call):
+    """Compute columns of the product of rows of integers with the weight. Products with one scale are added exactly.
 
-    `part` holds the addresses of the weight, (outputs, row_bytes), of its scales, float32 (outputs, scales), its zero
-    points, uint8 (outputs, scales), the bias, float32 (outputs,), and the sums of its rows, float32 (outputs,); the
-    kind, of which `SIGNED4` and `UNSIGNED4` are packed and others are int8; columns, outputs, row_bytes, block, scales,
-    as of `few_rows_loops.few_rows`; the first of the columns to compute, and their end.
-
-    `bases` holds the addresses of x, uint8 (rows, columns), and out, float32 (rows, outputs), the number of rows, at
-    least `ROWS`, the addresses of scales and zero points of x, float32, and for both of them 1 if each row has its own,
-    else 0.
+    Fields: `PartField` and `CallField`.
     """
-    part, bases = carray(part, MANY_ROWS_FIELDS), carray(bases, 7)
-    weight, kind, columns, outputs = part[0], part[5], part[6], part[7]
-    row_bytes, block, scales, end = part[8], part[9], part[10], part[12]
-    x, out, rows, words = bases[0], bases[1], bases[2], columns // 4
-    scale, zeros = carray(floats(part[1]), (outputs, scales)), carray(bytes_(part[2]), (outputs, scales))
-    bias, ones = carray(floats(part[3]), outputs), carray(floats(part[4]), outputs)
-    x_scale, x_zero = carray(floats(bases[3]), rows), carray(floats(bases[4]), rows)
+    part, call = carray(part, _PART_FIELDS), carray(call, _CALL_FIELDS)
+    weight, kind, columns, outputs = (
+        part[PartField.WEIGHT], part[PartField.KIND], part[PartField.COLUMNS], part[PartField.OUTPUTS],
+    )  # fmt: skip
+    row_bytes, block, scales, end = (
+        part[PartField.ROW_BYTES], part[PartField.BLOCK], part[PartField.SCALES], part[PartField.END],
+    )  # fmt: skip
+    x, out, rows, words = call[CallField.X], call[CallField.OUT], call[CallField.ROWS], columns // 4
+    scale = carray(floats(part[PartField.SCALE]), (outputs, scales))
+    zeros = carray(bytes_(part[PartField.ZEROS]), (outputs, scales))
+    bias, ones = carray(floats(part[PartField.BIAS]), outputs), carray(floats(part[PartField.ONES]), outputs)
+    x_scale, x_zero = carray(floats(call[CallField.SCALE]), rows), carray(floats(call[CallField.ZERO]), rows)
     grids = np.empty((rows, 2), np.float32)
     for r in range(rows):
-        grids[r, 0], grids[r, 1] = x_scale[r * bases[5]], X_OFFSET - x_zero[r * bases[6]]
+        grids[r, 0] = x_scale[r * call[CallField.SCALE_STEP]]
+        grids[r, 1] = X_OFFSET - x_zero[r * call[CallField.ZERO_STEP]]
     unpacked, numbers = np.zeros((words, COLUMNS), np.int32), np.zeros((scales + 2, COLUMNS), np.float32)
     scratch = np.empty((ROWS, COLUMNS), np.float32)
     at_unpacked, at_numbers, at_grids = _address(unpacked), _address(numbers), _address(grids)
-    for column in range(part[11], end, COLUMNS):
+    for column in range(part[PartField.FIRST], end, COLUMNS):
         count = min(COLUMNS, end - column)
         for c in range(count):
             for k in range(scales):
