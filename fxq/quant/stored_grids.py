@@ -36,6 +36,10 @@ class StoredGridParameter(nn.Parameter):
         return _rebuilt, (self.data, self.requires_grad, self.grid)
 
 
+PLAIN_TENSORS = Tensor, nn.Parameter, StoredGridParameter
+"""Types of tensors that are their values in memory, and compute as PyTorch's own; other subclasses may not."""
+
+
 def _rebuilt(data: Tensor, requires_grad: bool, grid: QParams) -> nn.Parameter:
     parameter = nn.Parameter(data, requires_grad)
     store_grid(parameter, grid)
@@ -43,7 +47,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, grid: QParams) -> nn.Parameter:
 
 
 def store_grid(parameter: Tensor, grid: QParams) -> None:
-    """Give a float parameter the grid that its values lie on. It remains the same object, as for tied weights."""
+    """Give a float parameter the grid that its values lie on. It stays one object, which tied weights share."""
     parameter.__class__ = StoredGridParameter
     vars(parameter)["grid"] = grid
 
@@ -74,7 +78,7 @@ def grid_within(spec: TensorSpec, axis: int | None, grid: QParams) -> QParams | 
 def lies_on_grid(weight: Tensor, grid: QParams) -> bool:
     """Whether all values of a weight are on a grid, up to rounding. Those of a weight that was trained are not.
 
-    A model that a file has in float16 may have been converted to float32, so that a weight was rounded to float16 once.
+    One rounding to float16 is allowed in float32, too, since the model may be converted from a float16 file.
     """
     values = weight.detach().float()
     eps = max(torch.finfo(dtype).eps for dtype in (weight.dtype, torch.float16))
@@ -85,6 +89,12 @@ def lies_on_grid(weight: Tensor, grid: QParams) -> bool:
 
 
 def warn_off_grid(weights: Collection[str], consequence: str) -> None:
-    """Warn that weights were changed since they were read, if there are any, and what follows from it."""
+    """Warn that weights were changed since they were read, if there are any.
+
+    Args:
+        weights: their names. A weight with several readers may be among them more than once.
+        consequence: sentence about what happens to them.
+    """
     if weights:
-        warn(f"weights that were changed are no longer on the grids of their file: {in_short(weights)}. {consequence}")
+        names = in_short([*dict.fromkeys(weights)])
+        warn(f"weights that were changed are no longer on the grids of their file: {names}. {consequence}")

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends.loops.code.compiler import has_memory
+from fxq.backends.loops.tokens.token_binder import value_kind
 from fxq.quant.qparams import QParams, dequantize
 from fxq.quant.spec import TensorSpec
 from fxq.quant.stored_grids import grid_within, lies_on_grid, store_grid, stored_grid
@@ -54,6 +56,16 @@ def test_copies_of_a_model_keep_the_integers_of_its_file(copied):
     without = nn.Linear(32, 8, bias=False).eval()
     without.weight = nn.Parameter(own.weight.detach())
     assert (fxq.quantize(without, BLOCKS, example_inputs=x)(x) - own(x)).abs().max() > 0.01  # its grid is another
+
+
+def test_a_layer_left_in_float_reads_its_weight_as_any_other():
+    """Its type does not keep compiled loops from reading it by address."""
+    own, x = layer_of_a_file(), torch.randn(3, 32)
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        qmodel = fxq.quantize(own, BLOCKS.override("**", fxq.FLOAT), example_inputs=x)
+    (weight,) = (p for name, p in qmodel.named_parameters() if name == "weight")
+    assert stored_grid(weight) is not None and has_memory(weight) and value_kind(weight)[0] == "tensor"
+    assert type(qmodel(x)) is torch.Tensor
 
 
 def test_tied_weights_stay_tied():

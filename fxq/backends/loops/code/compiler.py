@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from fxq.backends.loops.code import amx_probe
@@ -23,6 +23,7 @@ from fxq.backends.loops.code.code_cache import compile_cached
 from fxq.backends.loops.code.cpu_kinds import VARIABLE, cpu_kind
 from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError, FxqError
+from fxq.quant.stored_grids import PLAIN_TENSORS
 
 MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "many_rows_loops", "token_loops", "pool_loops")
 """Modules of this folder that hold the compiled functions."""
@@ -103,7 +104,7 @@ def has_memory(*read: Tensor | None) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor has CPU memory that holds its values: it is not fake, sparse or lazily negated."""
-    is_dense = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
+    is_dense = type(x) in PLAIN_TENSORS and x.is_cpu and x.layout is torch.strided
     return is_dense and not x.is_neg() and not x._is_zerotensor()
 
 

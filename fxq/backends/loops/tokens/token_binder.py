@@ -24,6 +24,7 @@ from fxq.common.trees import mapped
 from fxq.errors import warn
 from fxq.graph.query import constant, is_op, op_of, submodule
 from fxq.graph.run import Runner
+from fxq.quant.stored_grids import PLAIN_TENSORS
 from fxq.runtime.binding import Binder, BoundForward, BoundLine
 from fxq.runtime.generated_code import function_of
 from fxq.runtime.growing import GrowingKinds, OtherInputsError
@@ -133,7 +134,7 @@ class _Recorder(Runner):
 
 def value_kind(value: Any) -> RecordedKind:
     """Kind of a value. Two calls are compared by the kinds of their values."""
-    if type(value) in (Tensor, torch.nn.Parameter):
+    if type(value) in PLAIN_TENSORS:
         return "tensor", (tuple(value.shape), value.dtype)
     if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
         return "plain", value
