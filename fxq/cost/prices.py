@@ -71,14 +71,15 @@ def priced_ops(
 
 
 def least_share(gm: fx.GraphModule, prober: Prober) -> tuple[float, list[fx.Node]]:
-    """Return the least time of a qdq graph, relative to all possible ops on integers, and the ops in float then.
-
-    By prices, with those conversions that the choice of ops needs. Nothing is measured. If no price of an op is known,
-    the time is 0.
+    """Return the least time that a choice of ops in float can give, and these ops, by prices; nothing is measured.
 
     Args:
         gm: module of the qdq graph.
         prober: source of the prices, which does not measure.
+
+    Returns:
+        The time, with the conversions between integers and floats, relative to that with all possible ops on integers,
+        or 0 if no op has a price; and the nodes that run in float.
     """
     nodes = list(gm.graph.nodes)
     regions = regions_of(gm, nodes)

@@ -144,7 +144,7 @@ class CallRules:
             )
         decoder: Any = getattr(cache, "self_attention_cache", cache)
         if isinstance(decoder, (StaticCache, QuantizedCache)) or getattr(decoder, "offloading", False):
-            kind = "offloading" if getattr(decoder, "offloading", False) else type(decoder).__name__
+            kind = "offloaded cache" if getattr(decoder, "offloading", False) else type(decoder).__name__
             raise InputError(
                 f"a quantized model takes caches that grow in memory, such as a DynamicCache, and no {kind}: leave out "
                 "cache_implementation."
@@ -320,12 +320,12 @@ class QuantizedGenerator(QuantizedPart):
         return call, keeps
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """Return the axes of the inputs that vary while the model generates, for `dynamic` of an export.
+        """Return the axes of a decoder's inputs whose sizes vary while it generates, for `dynamic` of an export.
 
-        Only for decoders: `model.programs.programs["decoder"].export(path, dynamic=model.dynamic_axes())`.
+        With `model.programs.programs["decoder"].export(path, dynamic=model.dynamic_axes())`, the file's cache grows.
 
-        Their sizes are "batch", "new" (number of new tokens), "past" (number of tokens in the cache) and the sum
-        "past + new" (length of the mask). The cache starts with 0 past tokens.
+        The sizes are "batch"; "new", the number of new tokens; "past", the number of tokens in the cache, 0 in the
+        first call; and the sum "past + new", the length of the mask.
 
         Raises:
             InputError: the model has a state that is not a cache of keys and values, or reads more than tokens.

@@ -79,14 +79,14 @@ _MIN_POWER = 1e-30
 
 
 class InputProducts:
-    """Sums over patches: products of each two inputs of a layer, and of each input with each float input.
+    """Gram matrix of a layer's inputs, their products with the inputs in the float model, and sums of both.
 
-    A layer should return for its inputs what the float weight returns for the float inputs. Layers that read the same
-    value share the products.
+    All are summed over patches. A layer should return for its inputs what the float weight returns for the inputs in
+    the float model. Layers that read one value share the products.
 
     Attributes:
         count: number of patches.
-        derived: what passes compute from the products alone, by a key of theirs.
+        derived: cache of what passes compute from the products alone, by keys of the passes.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class InputProducts:
         return both
 
     def trusting(self, patches: float) -> InputProducts:
-        """Products with artificial patches, for which the float weight is right: independent inputs of average size.
+        """Products with artificial patches added, of independent inputs of average size, equal in the float model.
 
         Args:
             patches: number of patches for each input of the weight.

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -109,7 +109,7 @@ class Reconstruction(Pass):
             at_once = 1 if context.divisible and weights > _MANY_WEIGHTS else None
             runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, at_once=at_once)
             count = sum(samples_in(batch) or 1 for batch in batches)
-            shared, of_value = _Products(InputProducts(), InputProducts()), None
+            shared, of_value = _Products(), None
             for node in nodes:
                 of_node = layers.pop(node, [])
                 for layer in of_node:
@@ -204,17 +204,18 @@ class _Products:
     Attributes:
         fit: those of the first part of each batch.
         held_out: those of the rest.
+        trusted: cache of `trusting`.
     """
 
-    fit: InputProducts
-    held_out: InputProducts
+    fit: InputProducts = field(default_factory=InputProducts)
+    held_out: InputProducts = field(default_factory=InputProducts)
+    trusted: dict[float, InputProducts] = field(default_factory=dict)
 
     def trusting(self, patches: float) -> InputProducts:
         """Products of both parts with artificial patches, see `InputProducts.trusting`."""
-        if patches not in self.fit.derived:
-            self.fit.derived[patches] = self.fit.merged(self.held_out).trusting(patches)
-        trusting: InputProducts = self.fit.derived[patches]
-        return trusting
+        if patches not in self.trusted:
+            self.trusted[patches] = self.fit.merged(self.held_out).trusting(patches)
+        return self.trusted[patches]
 
 
 def _products(layer: IntegerLayer, runs: PairedRun, samples: int) -> _Products:
@@ -225,7 +226,7 @@ def _products(layer: IntegerLayer, runs: PairedRun, samples: int) -> _Products:
         runs: the paired run, before the node of the layer.
         samples: number of samples in the run.
     """
-    products, form = _Products(InputProducts(), InputProducts()), layer.form
+    products, form = _Products(), layer.form
     inputs = form.rows(layer.real).shape[2]
     patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * inputs) / samples)
     for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):

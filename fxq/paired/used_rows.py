@@ -65,10 +65,14 @@ def used_rows(
 def may_hold_padding(inputs: Sequence[Tensor]) -> bool:
     """Whether some inputs may mark tokens as padding.
 
-    Several float tensors may, and integers or bools of other than two axes. A tensor (samples, tokens) may if it holds
-    different values: a mask of zeros and ones always; others, such as token ids, if a value is repeated at an end of
-    some sample and occurs at ends only. So padding is not detected if it is a single token in all samples. Empty
-    tensors, such as the cache of a first call, may not.
+    These may:
+        - one of several float tensors;
+        - integers or bools of another shape than (samples, tokens);
+        - a mask (samples, tokens) with both zeros and ones;
+        - other integers (samples, tokens), such as token ids, if a value is repeated at an end of some sample and
+          occurs at ends only. So padding is not detected if it is a single token in all samples.
+
+    Empty tensors, such as the cache of a first call, may not.
 
     Example:
         >>> may_hold_padding([torch.tensor([[5, 7, 6], [8, 0, 0]])]), may_hold_padding([torch.tensor([[5, 7, 6]])])

@@ -26,8 +26,8 @@ from fxq.pipeline.float_form import FloatForm
 def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Batch]:
     """Batches to check an exported model with: the example, and one of other sizes if some sizes are dynamic.
 
-    In the second batch, an example's single sample is doubled, of several samples the first is left, and other sizes
-    are one larger. It is skipped if the graph itself rejects it.
+    The second batch has two samples if the example has one, else one sample. Its other dynamic sizes are larger by one.
+    It is skipped if the graph itself rejects it.
 
     Args:
         gm: qdq graph.

@@ -259,8 +259,8 @@ def _fastest(
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
 MAX_TRIAL_RATIO = 2.0
-"""Time with all possible ops on integers, relative to that which a backend must not exceed, above which it is not
-converted: that some of its ops may run in float, by price, will hardly make up for it. Below it, its prices decide."""
+"""Ratio of a trial's time to the longest time that could win, above which the backend is not converted: ops in float,
+chosen by price, hardly halve the time. Below it, the backend's prices decide."""
 
 
 def _threads() -> int:

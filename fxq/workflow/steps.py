@@ -264,10 +264,10 @@ class Trial:
     manager: PassManager
 
     def least_share(self) -> float:
-        """Estimated share of its time that is left if ops run in float where that is faster; 0 if unknown.
+        """Share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
-        By the price table, or by the backend's own prices of ops. These are from an engine that fuses ops: it is timed
-        with the ops in float that the prices propose.
+        The price table gives the share itself. An engine's own prices only give the ops: the engine fuses ops, so that
+        the time of the whole is no sum of prices, and is measured with these ops in float.
         """
         gm, context = self.manager.gm, self.manager.context
         prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)

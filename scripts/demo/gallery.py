@@ -5,8 +5,8 @@
     python -m scripts.demo.gallery --only faces --only texts   some of the networks
 
 Every tool has its own defaults; fxq has backend="fastest". Of language models, the weights alone are quantized, to 4
-bits in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process, which can
-import neither the packages of the networks nor the other tools; "file" says whether its outputs are equal, bit for bit.
+bits in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process, which
+cannot import the packages of the networks; "file" says whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
 calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
 to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a

@@ -30,9 +30,9 @@ In pictures, float is red and int8 is blue.
 `python -m scripts.demo.gallery --install FOLDER` fetches the packages and repeats it."""
 
 IN_FILE = {
-    True: "Loaded from its file by another process, which can import neither this package nor the other tools, fxq's "
-    "model gives equal outputs, bit for bit.",
-    False: "Loaded from its file by another process, fxq's model gives other outputs, or none.",
+    True: "Another process, which cannot import the package of the network, loads fxq's model from its file and "
+    "computes equal outputs, bit for bit.",
+    False: "fxq's model cannot be saved, or computes other outputs when another process loads its file.",
 }
 
 

@@ -131,7 +131,7 @@ def test_static_caches_are_refused_briefly(llama):
         assert len(str(error.value)) < 150
     offloading = transformers.DynamicCache(config=llama[1].config)
     offloading.offloading = True  # transformers needs a GPU to make one that does
-    with pytest.raises(fxq.InputError, match="no offloading: leave out cache_implementation"):
+    with pytest.raises(fxq.InputError, match="no offloaded cache: leave out cache_implementation"):
         llama[1](IDS, cache=offloading)
 
 

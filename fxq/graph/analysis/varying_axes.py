@@ -13,7 +13,7 @@ from fxq.errors import InputError, unknown
 Axes = Mapping[str, Mapping[int, str]]
 """Names of the sizes of varying axes, by input name and axis: `{"x": {0: "batch"}}`.
 
-A size may be the sum of others, as that of a mask over a cache and new tokens: `{"mask": {1: "past + new"}}`.
+A size may be the sum of others, such as the length of a mask over cached and new tokens: `{"mask": {1: "past + new"}}`.
 """
 
 Dynamic = bool | Axes
@@ -77,7 +77,7 @@ def varying_axes(tensors: Mapping[str, Tensor], dynamic: Dynamic) -> Axes:
 
 
 def terms_of(label: str) -> list[str]:
-    """Names of the sizes that the name of a size adds up: one, or several of a sum."""
+    """Terms of a size's name: two for a sum such as "past + new", and one for the name of a single size."""
     return [term.strip() for term in label.split("+")]
 
 

@@ -86,9 +86,9 @@ def read_onnx(
     in_float = [reader.in_float[node] for node in module.graph.nodes if node in reader.in_float]
     if in_float:
         warn(
-            f"fxq computes what {len(in_float)} nodes of the file quantize in float, with the same results: "
-            f"{in_short(in_float)}. Integers need one constant float32 scale and 8 bits for each activation, or the "
-            "nodes that ONNX Runtime's dynamic quantizer writes. You can quantize the float model with fxq instead."
+            f"{len(in_float)} nodes of the file quantize values in a way that fxq computes in float, with the same "
+            f"results: {in_short(in_float)}. Integers need one constant float32 scale and 8 bits for each activation, "
+            "or the nodes that ONNX Runtime's dynamic quantizer writes. You can quantize the float model with fxq instead."
         )
     module.delete_all_unused_submodules()
     module.recompile()

@@ -80,5 +80,5 @@ def _function(b: Any, count: int) -> Any:
     function = ir.Function(b.module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
-    function.attributes.add("noimplicitfloat")
+    function.attributes.add("noimplicitfloat")  # LLVM's vectorizers leave it alone: it has vectors already
     return function
