@@ -88,7 +88,7 @@ def read_onnx(
         warn(
             f"{len(in_float)} nodes of the file quantize values in a way that fxq computes in float, with the same "
             f"results: {in_short(in_float)}. Integers need one constant float32 scale and 8 bits for each activation, "
-            "or the nodes that ONNX Runtime's dynamic quantizer writes. You can quantize the float model with fxq instead."
+            "or the nodes of ONNX Runtime's dynamic quantizer. You can quantize the float model with fxq instead."
         )
     module.delete_all_unused_submodules()
     module.recompile()
