@@ -54,7 +54,7 @@ def test_a_row_has_the_quality_and_a_failure_its_reason():
 
 
 @pytest.mark.slow
-def test_a_model_of_a_file_is_compared_in_a_process_without_the_packages_of_networks(tmp_path, capfd):
+def test_a_model_of_a_file_is_compared_in_a_process_without_the_packages_of_networks(capfd):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(64, 8)
     subject = Subject("linear", [Part(model, (x[:1],), [(x,)])], lambda calls: calls[0](x), lambda a, b: {})

@@ -52,8 +52,8 @@ def streams(folders: Sequence[Path], count: int, first: int, prompts: int = 4) -
     return results
 
 
-def heard(call: Any, chunks: Tensor, inputs: list[tuple[Tensor, ...]] | None = None) -> Tensor:
-    """Probability of speech at each step, with the state passed from one to the next; `inputs` get those."""
+def speech_probabilities(call: Any, chunks: Tensor, inputs: list[tuple[Tensor, ...]] | None = None) -> Tensor:
+    """Probability of speech at each step, with the state passed from one to the next. `inputs` gets the inputs of each step."""
     state, probabilities = torch.zeros(2, 1, 128), []
     for chunk in chunks.split(1):
         if inputs is not None:
@@ -70,7 +70,7 @@ def speech_or_none(folders: Sequence[Path], count: int) -> Subject:
     data: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         for chunks in streams(folders, 4, first=0):
-            heard(model, chunks, data)
+            speech_probabilities(model, chunks, data)
     judged = streams(folders, 12, first=4)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
@@ -80,7 +80,9 @@ def speech_or_none(folders: Sequence[Path], count: int) -> Subject:
         return {**same, "mean difference": float(apart.mean()), "largest": float(apart.max())}
 
     part = FilePart(model, data[20], data[::4], path)
-    return Subject("Silero VAD", [part], lambda calls: [heard(calls[0], chunks) for chunks in judged], judge)
+    return Subject(
+        "Silero VAD", [part], lambda calls: [speech_probabilities(calls[0], chunks) for chunks in judged], judge
+    )
 
 
 def speech_curve(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:

@@ -89,7 +89,7 @@ EXHIBITS: dict[str, Exhibit] = {
         out_of("iglm"),
         "Entropy of the next token along a sequence.",
         gallery_text.antibodies,
-        gallery_text.losses,
+        gallery_text.entropy_curve,
         "Weights alone, in 4 bits with blocks of 64, by `fxq.Recipe.weight_only(bits=4)` with data, NNCF's "
         "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
         "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "

@@ -144,7 +144,7 @@ def antibodies(folders: Sequence[Path], count: int) -> Subject:
     return Subject("IgLM", [Part(Logits(model).eval(), (judged[:1],), data)], outputs, judge, is_transformer=True)
 
 
-def losses(subject: Subject, a: Tensor, b: Tensor) -> Image.Image:
+def entropy_curve(subject: Subject, a: Tensor, b: Tensor) -> Image.Image:
     """Entropy of the next token in the first sequence, in float and in int8."""
     entropies = [-(x[0].softmax(-1) * x[0].log_softmax(-1)).sum(-1) for x in (a, b)]
     return curves(*(entropy.tolist() for entropy in entropies))
