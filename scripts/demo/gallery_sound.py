@@ -53,7 +53,7 @@ def streams(folders: Sequence[Path], count: int, first: int, prompts: int = 4) -
 
 
 def speech_probabilities(call: Any, chunks: Tensor, inputs: list[tuple[Tensor, ...]] | None = None) -> Tensor:
-    """Probability of speech at each step, with the state passed from one to the next. `inputs` gets the inputs of each step."""
+    """Probability of speech at each step, with the state passed on. The inputs of each step are added to `inputs`."""
     state, probabilities = torch.zeros(2, 1, 128), []
     for chunk in chunks.split(1):
         if inputs is not None:
