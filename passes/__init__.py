@@ -19,6 +19,7 @@ from fxq.passes.insert_qdq import InsertQdq
 from fxq.passes.keep_small_values import KeepSmallValues
 from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
+from fxq.passes.scale_channels import ScaleChannels
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
 from fxq.passes.store_states import StoreStates
@@ -120,6 +121,7 @@ __all__ = [
     "KeepSmallValues",
     "Lower",
     "Propagate",
+    "ScaleChannels",
     "ShareQParams",
     "Smooth",
     "StoreStates",

@@ -56,7 +56,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     sizes = {name: _weight_sizes(gm, node) for node, name in first.items()}
     entries = [replace(e, remedy=lines.get(e.name, ""), **_size_columns(*sizes.get(e.name, (0, 0)))) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, errors, costs.get(entry.name)) for entry in entries))
-    return ledger, record_of(context.model, context.example, errors.values)
+    return ledger, record_of(context.model, context.example, errors.values, context.scaled)
 
 
 def _with_numbers(entry: Entry, errors: LayerErrors, cost: Cost | None) -> Entry:

@@ -209,9 +209,10 @@ def quantized_reference(a: Quantized, b: Quantized) -> Baseline:
     rows_a = {s.value.name: (s.value, nodes[into]) for into, s in rows_by_node(a.ledger).items() if into in nodes}
     rows_b = {e.name: (e.path, e.op) for e in b.ledger}  # source lines may differ
     shared = {name: node for name, (e, node) in rows_a.items() if rows_b.get(name) == (e.path, e.op)}
+    scaled = {*a.record.scaled, *b.record.scaled}
     if not shared and (rows_a or rows_by_node(b.ledger)):
         raise InputError("a and b are not made from the same model: they have no layer in common.")
-    return Baseline(IsolatedGraph(a, a.graph), shared, a)
+    return Baseline(IsolatedGraph(a, a.graph), {n: node for n, node in shared.items() if n not in scaled}, a)
 
 
 def compare_with(

@@ -69,6 +69,7 @@ class FloatRecord:
         float_bytes: bytes of the float model's parameters and buffers.
         name: name of the float model's class.
         weights: checksum of each of its parameters, by name, see `checksums`.
+        scaled: names in the ledger of ops whose values the quantized model has divided by factors that depend on data.
     """
 
     values: Mapping[str, Distribution]
@@ -76,19 +77,23 @@ class FloatRecord:
     float_bytes: int
     name: str
     weights: Mapping[str, int]
+    scaled: tuple[str, ...] = ()
 
 
-def record_of(model: nn.Module, example: Batch, values: Mapping[str, Distribution]) -> FloatRecord:
+def record_of(
+    model: nn.Module, example: Batch, values: Mapping[str, Distribution], scaled: tuple[str, ...] = ()
+) -> FloatRecord:
     """Return the record of a float model.
 
     Args:
         model: the float model.
         example: batch that shapes were inferred from.
         values: distributions of the values of its ops, by name.
+        scaled: names of ops, see `FloatRecord`.
     """
     named_inputs = [("", value) for value in example.args] + list(example.kwargs.items())
     inputs = tuple(_input(name, value) for name, value in named_inputs)
-    return FloatRecord(values, inputs, nbytes(model), type(model).__name__, checksums(model))
+    return FloatRecord(values, inputs, nbytes(model), type(model).__name__, checksums(model), scaled)
 
 
 def checksums(model: nn.Module) -> dict[str, int]:

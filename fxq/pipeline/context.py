@@ -57,6 +57,7 @@ class Context:
         derived: constants to compute again from the trained model's tensors.
         outside: variables outside the model's modules that its code uses, each with the path of a module; from `trace`.
         original: ops of the float model and its canonical graph, for the ledger; None before canonicalize.
+        scaled: names of the ops of `original` whose values are divided by factors that depend on data.
         selecting: numbers of the recipe's overrides that select something in this part of a model; None for a whole
             model, in which each override must select something.
         runs_model_code: whether the graph runs code of the model, which may have state, and not only ops; from `trace`.
@@ -83,6 +84,7 @@ class Context:
     computed: dict[str, TrainableConstant] = field(default_factory=dict)
     derived: list[FoldedNorm | ParameterRows | ComputedConstant] = field(default_factory=list)
     outside: Sequence[tuple[str, OuterVariables]] = ()
+    scaled: tuple[str, ...] = ()
     selecting: set[int] | None = None
     runs_model_code: bool = True
 

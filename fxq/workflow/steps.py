@@ -195,7 +195,7 @@ def to_qdq(
             _let_emit(shared.gm, emits)
             warn_again(heard)
             return shared, reduced, left
-    slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read), priced)
+    slow = next((i for i, step in enumerate(passes[:priced]) if step.samples_read and step.needs >= Stage.QDQ), priced)
 
     def run() -> tuple[PassManager, ReducedRange | None]:
         if is_trial:
@@ -444,4 +444,5 @@ def float_reference(model: nn.Module, b: QuantizedModel, first: Batch) -> Baseli
             f"{len(now)} parameters): the errors are not those of quantization alone."
         )
     divisible, is_large = manager.context.divisible, original.is_large
-    return Baseline(IsolatedGraph(original.gm, original.graph), original.nodes, divisible=divisible, is_large=is_large)
+    nodes = {name: node for name, node in original.nodes.items() if name not in b.record.scaled}
+    return Baseline(IsolatedGraph(original.gm, original.graph), nodes, divisible=divisible, is_large=is_large)
