@@ -117,6 +117,28 @@ def test_named_axes(tmp_path):
         qmodel.export(path, example_inputs=data, dynamic={"y": axes})
 
 
+def test_sizes_that_are_sums_of_others(tmp_path):
+    """Sizes 0 and 1 of the example are no fixed sizes."""
+
+    def example_of(batch, past, new):
+        return {
+            "past": torch.rand(batch, past, 4),
+            "new": torch.rand(batch, new, 4),
+            "mask": torch.rand(batch, past + new),
+        }
+
+    def forward(self, past, new, mask):
+        return self.layer(torch.cat([past, new], 1)) * mask[..., None]
+
+    qmodel = fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[example_of(2, 1, 3)])
+    axes = {"past": {0: "n", 1: "past"}, "new": {0: "n", 1: "new"}, "mask": {0: "n", 1: "past + new"}}
+    path = qmodel.export(tmp_path / "m.pt2", example_inputs=example_of(1, 0, 1), dynamic=axes)
+    program = torch.export.load(path).module()
+    for sizes in ((1, 0, 1), (3, 1, 1), (2, 5, 0)):
+        inputs = example_of(*sizes)
+        assert torch.equal(program(**inputs), qmodel(**inputs))
+
+
 @dataclass
 class Answer:
     scores: torch.Tensor
