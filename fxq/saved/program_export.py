@@ -111,7 +111,8 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     from torch.fx.experimental import _config
 
     has_sums = any(len(terms_of(label)) > 1 for own in axes.values() for label in own.values())
-    small_sizes = _config.patch(backed_size_oblivious=has_sums)
+    # else sizes are assumed to be at least 2, and sums at least 4
+    small_sizes = _config.patch(backed_size_oblivious=has_sums)  # type: ignore[attr-defined]  # added by a function
     try:
         try:
             program = export(cache(lambda label: Dim(label) if len(terms_of(label)) == 1 else Dim.DYNAMIC))

@@ -139,6 +139,19 @@ def test_sizes_that_are_sums_of_others(tmp_path):
         assert torch.equal(program(**inputs), qmodel(**inputs))
 
 
+def test_random_numbers(tmp_path):
+    model = module(lambda self, x: torch.normal(0.0, 1.0, (4,)) + self.layer(x), layer=nn.Linear(4, 4))
+    x = torch.rand(2, 4)
+    qmodel = fxq.quantize(model, REFERENCE, data=[x])
+    program = torch.export.load(qmodel.export(tmp_path / "m.pt2", dynamic=False)).module()
+    results = []
+    for form in (qmodel, program, fxq.load(qmodel.save(tmp_path / "m.fxq"))):
+        torch.manual_seed(3)
+        results += [form(x), form(x)]
+    assert not torch.equal(results[0], results[1])
+    assert all(torch.equal(results[i], results[i % 2]) for i in range(6))
+
+
 @dataclass
 class Answer:
     scores: torch.Tensor
