@@ -266,6 +266,7 @@ def test_a_concatenation_to_an_input_that_is_returned_is_a_state(name):
     assert equal(gm(*inputs), model(*inputs))
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize(
     "select",
     [
