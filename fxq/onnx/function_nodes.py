@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fxq.graph.guards import make_output, own_copy
 from fxq.onnx.pointwise_nodes import both, cast
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse
+from fxq.ops.selection import index_parts
 
 CALL_WRITERS: dict[Any, Callable[..., Any]] = {}
 """Function that writes each call, by the called function or method name. It takes the writer and the arguments."""
@@ -217,15 +219,30 @@ def _gather(w: Writer, x: Value, dim: int, index: Value) -> Value:
 
 @writes_calls(operator.getitem)
 def _getitem(w: Writer, x: Value, index: Any) -> Value:
-    indices = tuple(index) if isinstance(index, (tuple, list)) else (index,)
+    indices = index_parts(index)
     if all(isinstance(i, slice) for i in indices):
         return _slices(w, x, indices)
+    lists = [i for i in indices if isinstance(i, list)]
+    if len(lists) == 1 and all(isinstance(i, (list, slice, EllipsisType)) for i in indices):
+        return _rows(w, x, indices)
     are_integers = all(isinstance(i, Value) and i.dtype in (torch.int32, torch.int64) for i in indices)
     refuse(not are_integers, "its index holds more than integer tensors for the first axes")
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     parts = [w.reshaped(Value(w.emit("Expand", i, w.ints(shape)), i.like), (*shape, 1)) for i in indices]
     positions = w.cast(w.joined(parts, len(shape)), torch.int64)
     return Value(w.emit("GatherND", x, positions), w.empty((*shape, *x.shape[len(indices) :]), x.dtype))
+
+
+def _rows(w: Writer, x: Value, indices: Sequence[Any]) -> Value:
+    """Select positions of one axis by a list of numbers; other axes are whole or sliced."""
+    before = next((i for i, index in enumerate(indices) if index is Ellipsis), len(indices))
+    after = indices[before + 1 :]
+    indices = [*indices[:before], *[slice(None)] * (x.rank - before - len(after)), *after]
+    axis = next(i for i, index in enumerate(indices) if isinstance(index, list))
+    x = _slices(w, x, [index if isinstance(index, slice) else slice(None) for index in indices])
+    positions = torch.tensor(indices[axis])
+    refuse(positions.dim() != 1 or positions.dtype is not torch.int64, "its index holds a list of more than numbers")
+    return Value(w.emit("Gather", x, positions, axis=axis), x.like.index_select(axis, positions.to(x.like.device)))
 
 
 def _slices(w: Writer, x: Value, slices: Sequence[slice]) -> Value:

@@ -142,12 +142,18 @@ def matmul(x: Tensor, other: Tensor) -> Tensor:
     return torch.matmul(x, other)
 
 
+def _renamed(bound: Arguments) -> Arguments:
+    """Arguments of addmm and baddbmm by the names of their rows."""
+    names = {"input": "bias", "mat1": "x", "mat2": "other", "batch1": "x", "batch2": "other"}
+    return {names.get(name, name): value for name, value in bound.items()}
+
+
 def _added_macs(out: Shape, bias: Shape, *factors: Shape) -> int:
     return product_macs(out, *factors)
 
 
 @row(
-    *(spell(t, "bias x other") for t in (torch.addmm, "addmm", aten.addmm.default)),
+    *(spell(t, "input mat1 mat2", _renamed) for t in (torch.addmm, "addmm", aten.addmm.default)),
     traits=float_only(*_BINARY),
     macs=_added_macs,
 )
@@ -157,7 +163,7 @@ def addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: flo
 
 
 @row(
-    *(spell(t, "bias x other") for t in (torch.baddbmm, "baddbmm", aten.baddbmm.default)),
+    *(spell(t, "input batch1 batch2", _renamed) for t in (torch.baddbmm, "baddbmm", aten.baddbmm.default)),
     traits=float_only(*_BINARY),
     macs=_added_macs,
 )

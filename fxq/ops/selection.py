@@ -29,9 +29,16 @@ def _plain(part: Any) -> Any:
     return slice(start, stop, step)
 
 
+def index_parts(index: Any) -> tuple[Any, ...]:
+    """Return what each axis is indexed with. x[[0, 1]] selects positions of one axis; x[[y, z]] is x[y, z]."""
+    if isinstance(index, list) and all(isinstance(i, (int, fx.Node)) and shape_of(i) is None for i in index):
+        return (index,)
+    return tuple(index) if isinstance(index, (tuple, list)) else (index,)
+
+
 def indexed(x: Any, index: Any) -> Arguments | Redirect | str:
     """Arguments of x[index] in normal form: a tuple without `...` and without full slices at its end."""
-    indices = [_plain(entry) for entry in (index if isinstance(index, (tuple, list)) else (index,))]
+    indices = [_plain(entry) for entry in index_parts(index)]
     for entry in indices:
         if not (entry is None or entry is Ellipsis or type(entry) in (int, slice) or isinstance(entry, fx.Node)):
             return f"is indexed with a {'list' if isinstance(entry, list) else type(entry).__name__}"

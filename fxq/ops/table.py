@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 Adapter = Callable[[Arguments], "Arguments | Redirect | str"]
 Pick = Callable[[Arguments, Any], "Arguments | Redirect | str"]
 
-_ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs"}
+_ALIASES = {"input": "x", "self": "x", "tensor": "x", "query": "x", "tensors": "xs", "mat2": "other"}
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,29 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
         label: size + 1 if label not in batch_sizes else 2 if size == 1 else 1
         for label, size in example_sizes(named, axes).items()
     }
-    labels = {id(x): axes[name] for name, x in named.items() if name in axes}
     if not sizes:
         return
 
-    def resized(leaf: Any) -> Any:
+    resized_batch = resized(batch, named, axes, sizes)
+    try:
+        run_graph(gm, resized_batch)
+    except Exception:  # the model rejects this size; any type of error
+        return
+    yield resized_batch
+
+
+def resized(batch: Batch, named: Mapping[str, Tensor], axes: Axes, sizes: Mapping[str, int]) -> Batch:
+    """Batch whose dynamic axes have other sizes: tensors are cut, or repeated, or zeros if they had no entries.
+
+    Args:
+        batch: the inputs.
+        named: its tensors by input name.
+        axes: dynamic axes by input name.
+        sizes: the sizes by name, without sums.
+    """
+    labels = {id(x): axes[name] for name, x in named.items() if name in axes}
+
+    def of_sizes(leaf: Any) -> Any:
         for axis, label in labels.get(id(leaf), {}).items():
             index = torch.arange(sum(sizes[term] for term in terms_of(label)), device=leaf.device)
             size = leaf.shape[axis]
@@ -53,13 +71,8 @@ def checked_batches(gm: fx.GraphModule, batch: Batch, axes: Axes) -> Iterator[Ba
             leaf = leaf.index_select(axis, index % size) if size else leaf.new_zeros(empty)
         return leaf
 
-    args, kwargs = mapped((batch.args, dict(batch.kwargs)), resized)
-    resized_batch = Batch(args, kwargs)
-    try:
-        run_graph(gm, resized_batch)
-    except Exception:  # the model rejects this size; any type of error
-        return
-    yield resized_batch
+    args, kwargs = mapped((batch.args, dict(batch.kwargs)), of_sizes)
+    return Batch(args, kwargs)
 
 
 def warn_of_fixed_sizes(path: Path, batch: Batch, why: str) -> None:
@@ -73,9 +86,11 @@ def warn_of_fixed_sizes(path: Path, batch: Batch, why: str) -> None:
 
 @torch.no_grad()
 def run_graph(gm: nn.Module, batch: Batch) -> Any:
-    """Run a graph on a copy of a batch."""
+    """Run a graph on a copy of a batch. Models that draw random numbers draw the same ones in each run."""
     args, kwargs = copied((batch.args, dict(batch.kwargs)))
-    return gm(*args, **kwargs)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return gm(*args, **kwargs)
 
 
 def check_in_openvino(path: Path, model: Any, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:

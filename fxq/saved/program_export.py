@@ -19,12 +19,20 @@ from fxq.common.isolation import copied
 from fxq.common.metrics import identical, tensors
 from fxq.common.trees import mapped
 from fxq.errors import ExportError, words_of
-from fxq.graph.analysis.varying_axes import FIXED_SIZE_REMEDY, Dynamic, inputs_of, size_names, varying_axes
+from fxq.graph.analysis.varying_axes import (
+    FIXED_SIZE_REMEDY,
+    Dynamic,
+    example_sizes,
+    inputs_of,
+    size_names,
+    terms_of,
+    varying_axes,
+)
 from fxq.graph.guards import check_fixed, make_output
 from fxq.graph.query import is_check
 from fxq.graph.run import inputs_for
 from fxq.quant.qparams import AsPlainOps
-from fxq.saved.export_check import checked_batches, run_graph, warn_of_fixed_sizes
+from fxq.saved.export_check import checked_batches, resized, run_graph, warn_of_fixed_sizes
 
 
 def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
@@ -68,9 +76,9 @@ def _check(path: Path, loaded: nn.Module, gm: fx.GraphModule, batch: Batch, dyna
     for i, check_batch in enumerate(checked_batches(gm, batch, axes)):
         try:
             result = run_graph(loaded, check_batch)
-        except Exception:
+        except Exception as error:
             if i == 0:
-                raise
+                raise _refused(path, error) from error
             return  # below the smallest size that the program accepts; its own guard rejects it
         pairs = zip(tensors(result), tensors(run_graph(gm, check_batch)), strict=True)
         if not all(identical(a, b) for a, b in pairs):
@@ -87,22 +95,27 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
     axes = varying_axes(named, dynamic)
     _simplify(gm, sizes_vary=bool(axes))
     vary = {id(named[name]): own for name, own in axes.items()}
-    args, kwargs = mapped((batch.args, dict(batch.kwargs)), lambda leaf: _without_ones(leaf, vary.get(id(leaf), {})))
+    # torch.export takes sizes 0 and 1 as fixed
+    example = resized(batch, named, axes, {label: max(size, 2) for label, size in example_sizes(named, axes).items()})
     taken = inspect.signature(gm.forward).bind(*batch.args, **batch.kwargs).arguments
 
     def export(size_of: Callable[[str], Any]) -> ExportedProgram:
         sizes = {leaf: {axis: size_of(label) for axis, label in own.items()} for leaf, own in vary.items()}
         shapes = mapped(taken, lambda leaf: sizes.get(id(leaf), {}) if isinstance(leaf, Tensor) else None)
         # torch.export marks the tensors of its example, and the next export would read the marks.
-        own_args, own_kwargs = copied((args, kwargs))
-        with torch.no_grad(), AsPlainOps():
+        own_args, own_kwargs = copied((example.args, dict(example.kwargs)))
+        with torch.no_grad(), AsPlainOps(), small_sizes:
             return torch.export.export(gm, own_args, own_kwargs, dynamic_shapes=shapes if axes else None)
 
     from torch._dynamo.exc import UserError  # here, as it comes with all of the compiler
+    from torch.fx.experimental import _config
 
+    has_sums = any(len(terms_of(label)) > 1 for own in axes.values() for label in own.values())
+    # else sizes are assumed to be at least 2, and sums at least 4
+    small_sizes = _config.patch(backed_size_oblivious=has_sums)  # type: ignore[attr-defined]  # added by a function
     try:
         try:
-            program = export(cache(Dim))
+            program = export(cache(lambda label: Dim(label) if len(terms_of(label)) == 1 else Dim.DYNAMIC))
         except UserError:  # perhaps there is a minimum size, which the program then checks at run time
             program = export(lambda label: Dim.DYNAMIC)
     except Exception as error:  # ops may raise anything when they are traced
@@ -131,13 +144,6 @@ def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
 def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any] | list[Any]:
     """Plain stand-in for `make_output`: a dict of the fields, or a list of the items."""
     return dict(fields) if isinstance(fields, Mapping) else list(fields)
-
-
-def _without_ones(leaf: Any, axes: Mapping[int, Any]) -> Any:
-    """Duplicate an example along varying axes of size 1, since `torch.export` takes size 1 as fixed."""
-    for axis in axes:
-        leaf = torch.cat([leaf, leaf], axis) if leaf.shape[axis] == 1 else leaf
-    return leaf
 
 
 def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:

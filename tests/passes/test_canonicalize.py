@@ -264,3 +264,20 @@ def test_a_concatenation_to_an_input_that_is_returned_is_a_state(name):
     gm = graph(model, inputs)
     assert f"cat = {op}(" in text(gm)
     assert equal(gm(*inputs), model(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x: x[[0, 1]],
+        lambda x: x[[0, 1, 1]],
+        lambda x: x[[x.size(0) - 1, 0]],
+        lambda x: x[[slice(0, 2), 0]],
+        lambda x: x[:, [2]],
+        lambda x: x[[x.argmax(0), 1]],
+    ],
+)
+def test_a_list_of_numbers_selects_positions_of_one_axis(select):
+    x = torch.randn(3, 5, 4)
+    assert torch.equal(graph(module(lambda self, x: select(x)), (x,))(x), select(x))

@@ -117,6 +117,41 @@ def test_named_axes(tmp_path):
         qmodel.export(path, example_inputs=data, dynamic={"y": axes})
 
 
+def test_sizes_that_are_sums_of_others(tmp_path):
+    """Sizes 0 and 1 of the example are no fixed sizes."""
+
+    def example_of(batch, past, new):
+        return {
+            "past": torch.rand(batch, past, 4),
+            "new": torch.rand(batch, new, 4),
+            "mask": torch.rand(batch, past + new),
+        }
+
+    def forward(self, past, new, mask):
+        return self.layer(torch.cat([past, new], 1)) * mask[..., None]
+
+    qmodel = fxq.quantize(module(forward, layer=nn.Linear(4, 4)), REFERENCE, data=[example_of(2, 1, 3)])
+    axes = {"past": {0: "n", 1: "past"}, "new": {0: "n", 1: "new"}, "mask": {0: "n", 1: "past + new"}}
+    path = qmodel.export(tmp_path / "m.pt2", example_inputs=example_of(1, 0, 1), dynamic=axes)
+    program = torch.export.load(path).module()
+    for sizes in ((1, 0, 1), (3, 1, 1), (2, 5, 0)):
+        inputs = example_of(*sizes)
+        assert torch.equal(program(**inputs), qmodel(**inputs))
+
+
+def test_random_numbers(tmp_path):
+    model = module(lambda self, x: torch.normal(0.0, 1.0, (4,)) + self.layer(x), layer=nn.Linear(4, 4))
+    x = torch.rand(2, 4)
+    qmodel = fxq.quantize(model, REFERENCE, data=[x])
+    program = torch.export.load(qmodel.export(tmp_path / "m.pt2", dynamic=False)).module()
+    results = []
+    for form in (qmodel, program, fxq.load(qmodel.save(tmp_path / "m.fxq"))):
+        torch.manual_seed(3)
+        results += [form(x), form(x)]
+    assert not torch.equal(results[0], results[1])
+    assert all(torch.equal(results[i], results[i % 2]) for i in range(6))
+
+
 @dataclass
 class Answer:
     scores: torch.Tensor

@@ -30,7 +30,7 @@ _MATH = ("ceil", "floor", "sqrt", "log", "log2", "exp", "prod", "trunc", "pow")
 _CREATION = (
     *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
     *("as_tensor", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("tril_indices", "triu_indices", "_assert"),
+    *("normal", "tril_indices", "triu_indices", "_assert"),
 )
 _MORE_METHODS = (
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "stride", "unflatten"),

@@ -49,6 +49,18 @@ CASES = {
     "addmm": (of_three(torch.addmm), torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)),
     "baddbmm": (of_three(torch.baddbmm), torch.randn(3, 4, 6), torch.randn(3, 4, 5), torch.randn(3, 5, 6)),
     "added to": (of_three(lambda a, b, c: a.addmm(b, c)), torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)),
+    "names": (
+        of_three(lambda a, b, c: torch.addmm(mat2=c, input=a, mat1=b) + torch.mm(b, mat2=c)),
+        torch.randn(4, 6),
+        torch.randn(4, 5),
+        torch.randn(5, 6),
+    ),
+    "names of batches": (
+        of_three(lambda a, b, c: a.baddbmm(batch2=c, batch1=b, beta=0.5)),
+        torch.randn(3, 4, 6),
+        torch.randn(3, 4, 5),
+        torch.randn(3, 5, 6),
+    ),
     "nothing": (nn.ReLU(), X2),
 }
 
