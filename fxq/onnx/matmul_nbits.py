@@ -1,7 +1,7 @@
 """ONNX Runtime's op type MatMulNBits: linear layers with float inputs and weights of 4 or 8 bits in blocks.
 
-For float32 sums, ONNX Runtime has fast kernels of 4 bits alone. Weights of 8 bits are split into their high and low four
-bits: 16 * (high - z_high) + (low - z_low) = q - z, so that the sum of two products with 4 bits is the layer's product.
+For float32 sums, ONNX Runtime has fast kernels of 4 bits alone. Weights of 8 bits are split into their high and low
+halves: 16 * (high - z_high) + (low - z_low) = q - z, so the sum of two products with 4 bits is the layer's product.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def test_openvino_takes_tables_of_integers(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
     ids, more = torch.randint(0, 50, (4, 7)), torch.randint(0, 50, (3, 7))
-    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.weight_only(bits=8, backend="reference")):
+    blocks = fxq.Recipe.weight_only(per=12).config  # two blocks in a row of 16
+    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.weight_only().override("0", blocks)):
         qmodel = fxq.quantize(net, recipe, example_inputs=ids)
         compiled = openvino.Core().compile_model(
             qmodel.export(tmp_path / "m.xml", example_inputs=ids), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
