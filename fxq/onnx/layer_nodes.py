@@ -101,7 +101,7 @@ def _has_products(w: Writer, dequantize: OnnxNode, weight: Value) -> bool:
     """Whether `_dynamic_linear` can write a layer with this weight and this input."""
     grid, attributes, rounded = dequantize_node(w, weight), dequantize.attributes, w.producer(dequantize.inputs[0])
     if rounded is None or rounded.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
-        return False  # rows of a quantized embedding
+        return False  # stored integers
     if grid is None or bool(grid.zero.any()) or grid.node.attributes.get("block_size"):
         return False
     return "block_size" in attributes or "axis" not in attributes
@@ -200,14 +200,15 @@ def embedding(w: Writer, x: Value, weight: Value) -> str:
     block, grid = source.node.attributes.get("block_size") or q.shape[1], [source.scale, source.zero]
     if source.scale.dim() < 2:  # per row or per tensor
         grid = [part.expand(len(q)).reshape(-1, 1).contiguous() for part in grid]
-    ids = w.reshaped(x, (1,)) if x.rank == 0 else x  # a block axis needs rows of rank 2
-    read = [w.emit("Gather", part, ids, axis=0) for part in (q, *grid)]
-    if w.portable and block == q.shape[1]:  # without DequantizeLinear: OpenVINO has no blocks of dynamic shape
-        integers, zero = (w.cast(part, torch.float32) for part in (read[0], read[2]))
-        rows = w.emit("Mul", w.emit("Sub", integers, zero) if bool(grid[1].any()) else integers, read[1])
-    else:
-        rows = w.emit("DequantizeLinear", *read, axis=-1, block_size=block)
-    return w.reshaped(rows, weight.shape[1:]) if x.rank == 0 else rows
+    integers, scale, zero = (w.emit("Gather", part, x, axis=0) for part in (q, *grid))
+    if block < q.shape[1]:
+        blocks = torch.arange(q.shape[1], device="cpu") // block
+        scale, zero = (w.emit("Gather", part, blocks, axis=-1) for part in (scale, zero))
+    # without DequantizeLinear: OpenVINO has no blocks of dynamic shape, and layers would take the rows for rounded ones
+    steps = w.cast(integers, torch.float32)
+    if bool(grid[1].any()):
+        steps = w.emit("Sub", steps, w.cast(zero, torch.float32))
+    return w.emit("Mul", steps, scale)
 
 
 @writes("embedding_bag")

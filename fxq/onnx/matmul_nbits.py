@@ -1,4 +1,8 @@
-"""ONNX Runtime's op type MatMulNBits: linear layers with float inputs and weights of 4 or 8 bits in blocks."""
+"""ONNX Runtime's op type MatMulNBits: linear layers with float inputs and weights of 4 or 8 bits in blocks.
+
+For float32 sums, ONNX Runtime has fast kernels of 4 bits alone. Weights of 8 bits are split into their high and low
+halves: 16 * (high - z_high) + (low - z_low) = q - z, so the sum of two products with 4 bits is the layer's product.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ _MIN_BLOCK, _MAX_BLOCK = 16, 256
 """Sizes of blocks that ONNX Runtime has kernels for: the powers of two between these."""
 _FLOAT32_SUMS = 1
 """`accuracy_level` with which the inputs are not rounded to integers."""
+_DEFAULT_ZERO = 8
+"""Zero point of unsigned 4-bit integers for which none is written."""
 
 
 def matmul_nbits(w: Writer, x: Value, weight: Value) -> str | None:
@@ -37,8 +43,6 @@ def matmul_nbits(w: Writer, x: Value, weight: Value) -> str | None:
     if source is None or q is None or is_dequantized(w, x):
         return None
     bits = 4 if w.type_number_of(source.node.inputs[0]) in (INT4, UINT4) else 8
-    middle = 2 ** (bits - 1)  # MatMulNBits has unsigned integers, and this zero point if it gets none
-    shift = 0 if source.zero.dtype is torch.uint8 else middle
     rows, depth = q.shape
     block = source.node.attributes.get("block_size") or depth
     size = _block_size(block, depth)
@@ -53,20 +57,30 @@ def matmul_nbits(w: Writer, x: Value, weight: Value) -> str | None:
         values = values.reshape(rows, -1) if values.dim() else values.expand(rows, 1)
         return values.repeat_interleave(math.ceil(block / size), 1)[:, :count].contiguous()
 
-    def shifted(values: Tensor) -> Tensor:
+    def unsigned(values: Tensor) -> Tensor:
+        shift = 0 if source.zero.dtype is torch.uint8 else 2 ** (bits - 1)
         return (values.to(torch.int16) + shift).to(torch.uint8)
 
-    def integers() -> Tensor:
-        return pack_adjacent(F.pad(shifted(q), (0, count * size - depth)), bits).reshape(rows, count, -1)
+    def product(part: str, position: int) -> str:
+        """Write the product with the four bits of the integers that start at a position."""
 
-    key = "nbits", source.node.inputs[0]
-    zero = shifted(per_block(source.zero))
-    grid: list[Tensor | None] = [w.cached_constant((*key, "scale"), lambda: per_block(source.scale))]
-    if bool((zero != middle).any()):
-        grid.append(w.cached_constant((*key, "zero"), lambda: pack_adjacent(zero, bits)))
-    sizes = {"K": depth, "N": rows, "bits": bits, "block_size": size}
-    q_packed = w.cached_constant((*key, "integers"), integers)
-    return w.emit("MatMulNBits", x, q_packed, *grid, accuracy_level=_FLOAT32_SUMS, **sizes)
+        def part_of(values: Tensor) -> Tensor:
+            return (unsigned(values) >> position) & 15
+
+        def integers() -> Tensor:
+            return pack_adjacent(F.pad(part_of(q), (0, count * size - depth)), 4).reshape(rows, count, -1)
+
+        key = "nbits", part, source.node.inputs[0]
+        zero = part_of(per_block(source.zero))
+        grid = [w.cached_constant((*key, "scale"), lambda: per_block(source.scale) * 2**position)]
+        if bool((zero != _DEFAULT_ZERO).any()):
+            grid.append(w.cached_constant((*key, "zero"), lambda: pack_adjacent(zero, 4)))
+        q_packed = w.cached_constant((*key, "integers"), integers)
+        sizes = {"K": depth, "N": rows, "bits": 4, "block_size": size}
+        return w.emit("MatMulNBits", x, q_packed, *grid, accuracy_level=_FLOAT32_SUMS, **sizes)
+
+    low = product("low", 0)
+    return low if bits == 4 else w.emit("Add", product("high", 4), low)
 
 
 def _block_size(block: int, depth: int) -> int:

@@ -241,6 +241,8 @@ def _wrong(check: ModelCheck, entries: Mapping[str, str]) -> str:
 
 _EXACT_SUMS = {"session.x64quantprecision": "1"}  # otherwise 16-bit sums saturate on CPUs without VNNI
 _FLOAT_INPUTS = {"session.qdq_matmulnbits_accuracy_level": "1"}  # otherwise inputs of weight-only layers are rounded
+_FLOAT_INPUTS_IN_OPENVINO = ("0", ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+"""Option that the file contains, as `openvino.Model.set_rt_info` takes it: otherwise OpenVINO rounds them, too."""
 _PRECISE = (_EXACT_SUMS, _FLOAT_INPUTS, {**_EXACT_SUMS, **_FLOAT_INPUTS})
 
 
@@ -296,6 +298,7 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
     except Exception as error:  # engines may raise anything
         *_, why = words_of(error).split("GeneralFailure:\n")  # the message of the node, without the list of nodes
         raise ExportError(f"{path} cannot be written: OpenVINO does not take the model: {why}") from error
+    model.set_rt_info(*_FLOAT_INPUTS_IN_OPENVINO)
     if check:
         check_in_openvino(path, model, exported.written, gm, exported.batches)
     _save_openvino(path, model)

@@ -19,6 +19,7 @@ from fxq.common.data import Batch, device_of
 from fxq.common.isolation import copied, without_autocast
 from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns
 from fxq.errors import BackendError, FxqError, InputError, RecipeError, words_of
+from fxq.graph.info import precision_of
 from fxq.graph.text.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import QuantizedModel
@@ -82,7 +83,8 @@ def prepare_all(
             prepared for the first backend, or None.
 
     Returns:
-        The model of the first backend, which holds the others.
+        The model of the first backend, which holds the others. If the recipe is weight-only, which is for size, those
+        that keep weights in float are left out.
 
     Raises:
         FxqError: no backend is available, or none can prepare the model; then it is the first backend's error.
@@ -101,6 +103,8 @@ def prepare_all(
             absent[name] = why
     if not observed:
         raise first_error or BackendError("no backend runs on this machine: " + " ".join(absent.values()))
+    if recipe.config.activation is None:
+        observed = _smallest(observed, absent)
     graphs: dict[Any, int] = {}
     for i, model in enumerate(observed):
         index = graphs.setdefault(_graph_key(model), i)
@@ -108,6 +112,19 @@ def prepare_all(
     first, *others = observed
     first.others, first.absent = tuple(others), absent
     return first
+
+
+def _smallest(observed: Sequence[ObservedModel], absent: dict[str, str]) -> list[ObservedModel]:
+    """Models with the most weight-only layers; `absent` gets the reason for each of the others."""
+    counts = [sum(precision_of(node) == "weight-only" for node in model.manager.gm.graph.nodes) for model in observed]
+    most = max(counts)
+    for model, count in zip(observed, counts, strict=True):
+        if count < most:
+            absent[model.manager.context.recipe.backend] = (
+                f"left out: the recipe is for size, and it stores the weights of {count} layers as integers, where "
+                f"other backends store those of {most}"
+            )
+    return [model for model, count in zip(observed, counts, strict=True) if count == most]
 
 
 def _graph_key(observed: ObservedModel) -> Any:

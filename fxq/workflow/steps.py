@@ -311,8 +311,11 @@ def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange |
     ledger, float_record = ledger_of(manager.history, manager.gm, context)
     (output_sqnr,) = output_sqnrs([manager.gm], context)
     ledger = replace(ledger, output_sqnr=output_sqnr, reduced_range=reduced if ledger.count("int8") else None)
-    if ledger and not ledger.count("int8") and not ledger.count("weight-only"):
-        warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
+    if ledger and not ledger.count("int8"):
+        if not ledger.count("weight-only"):
+            warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
+        elif not ledger.weight_coverage and any(entry.macs and entry.kind == "unsupported" for entry in ledger):
+            warn(f"only embeddings have integer weights; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
     if not context.recipe.trains:  # trained weights are only good after rounding: the float form is no reference
         check_output(ledger, context)
     return QuantizedModel.from_manager(manager, ledger, float_record)

@@ -109,11 +109,24 @@ def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(X.numpy())[0]), qmodel(X), rtol=1e-4, atol=1e-4)
 
 
+def test_openvino_does_not_round_the_inputs_of_weight_only_layers(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = torch.randn(4, 256)
+    qmodel = fxq.quantize(nn.Linear(256, 64), fxq.Recipe.weight_only(bits=4, backend="reference"), example_inputs=x)
+    path = qmodel.export(tmp_path / "m.xml")
+
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    # float32 sums in another order; rounded to 8 bits: 9e-3
+    torch.testing.assert_close(torch.from_numpy(compiled(x.numpy())[0]), qmodel(x), rtol=0, atol=1e-5)
+
+
 def test_openvino_takes_tables_of_integers(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
     ids, more = torch.randint(0, 50, (4, 7)), torch.randint(0, 50, (3, 7))
-    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.weight_only(bits=8, backend="reference")):
+    blocks = fxq.Recipe.weight_only(per=12).config  # two blocks in a row of 16
+    for recipe in (fxq.Recipe.weight_only(), fxq.Recipe.weight_only().override("0", blocks)):
         qmodel = fxq.quantize(net, recipe, example_inputs=ids)
         compiled = openvino.Core().compile_model(
             qmodel.export(tmp_path / "m.xml", example_inputs=ids), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}

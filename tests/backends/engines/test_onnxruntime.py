@@ -165,6 +165,11 @@ def test_the_table_of_an_embedding_stays_in_integers(free):
         q = fxq.quantize(model, recipe, example_inputs=x)
     (entry,) = q.ledger.where(op="embedding")
     assert entry.precision == "float" and "takes no integer weights of so few bits" in entry.reason
+    recipe = fxq.Recipe.weight_only(per=24, backend="onnxruntime", optimize="coverage")
+    with pytest.warns(fxq.FxqWarning, match="only embeddings have integer weights; 1 of 2 ops.*float activations"):
+        q = fxq.quantize(model, recipe, example_inputs=x)
+    assert [entry.precision for entry in q.ledger] == ["weight-only", "float"]
+    torch.testing.assert_close(q(x), model(x), rtol=0, atol=0.02)  # rounding of 500 rows to 8 bits
 
 
 class Recurrent(nn.Module):
