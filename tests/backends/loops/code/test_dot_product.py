@@ -14,8 +14,9 @@ def product(state, weight):
     """uint8 (K,) and int8 (O, K) -> int32 (O,)."""
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % MULTIPLE))
     wide, sums = torch.zeros(padded.shape[1], dtype=torch.int16), torch.empty(len(weight), dtype=torch.int32)
-    addresses = state.data_ptr(), len(state), wide.data_ptr(), padded.data_ptr(), sums.data_ptr()
-    step_loops.multiply(*addresses, *padded.shape)
+    pointers = state.data_ptr(), len(state), wide.data_ptr(), padded.data_ptr(), sums.data_ptr(), padded.shape[1]
+    part, fields = torch.tensor([[0, len(weight)]]), torch.tensor(pointers)
+    step_loops.multiply(part.data_ptr(), 1, fields.data_ptr())
     return sums
 
 
