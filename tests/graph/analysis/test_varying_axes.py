@@ -26,9 +26,9 @@ def test_false_is_none():
 
 
 def test_names_by_input_and_axis():
-    wanted = {"x": {0: "batch", 1: "length"}, "table": {1: "length"}}
+    wanted = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch"}, "table": {0: "rows", 1: "batch + batch"}}
     assert varying_axes(INPUTS, wanted) == wanted
-    assert size_names(wanted) == "'batch' or 'length'"
+    assert size_names(wanted) == "'batch' or 'length' or 'rows' or 'batch + batch'"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,8 @@ def test_names_by_input_and_axis():
         ({"x": {-1: "batch"}}, r"-1: 'batch' is not an axis of 'x'"),
         ({"x": {"0": "batch"}}, r"'0': 'batch' is not an axis of 'x'"),
         ({"x": {0: 5}}, r"0: 5 is not an axis of 'x' with a name of its size"),
+        ({"x": {1: "length"}, "table": {1: "length"}}, r"axis 1 of 'table' is 'length', which is 3 .* the size 4"),
+        ({"table": {1: "rows + x"}}, r"no axis has the size 'rows' alone"),
     ],
 )
 def test_what_is_no_axis_of_an_input_is_refused(dynamic, message):
