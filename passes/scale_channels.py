@@ -61,10 +61,11 @@ class ScaleChannels(Pass):
     Example:
         >>> model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()
         >>> recipe = fxq.Recipe.weight_only(bits=4).insert_pass(fxq.passes.ScaleChannels(), after="insert-observers")
-        >>> x = torch.randn(512, 64) * torch.logspace(-1, 1, 64)
+        >>> model[0].weight.data[::16] = 30.0  # a few large channels
+        >>> x = torch.randn(512, 64)
         >>> qmodel = fxq.quantize(model, recipe, data=[x])
-        >>> {edit.rule for edit in qmodel.history["scale-channels"].edits}
-        {'scale_channels'}
+        >>> "scale_channels" in {edit.rule for edit in qmodel.history["scale-channels"].edits}
+        True
     """
 
     alpha: float = 0.25

@@ -332,7 +332,8 @@ class QuantizedGenerator(QuantizedPart):
 
         Example:
             >>> from transformers import LlamaConfig, LlamaForCausalLM
-            >>> config = LlamaConfig(64, 32, 64, num_hidden_layers=1, num_attention_heads=2)
+            >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+            >>> config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
             >>> qmodel = fxq.quantize(LlamaForCausalLM(config).eval(), "weight_only")
             >>> qmodel.dynamic_axes()["cache_layers_0_keys"]
             {0: 'batch', 2: 'past'}

@@ -36,8 +36,12 @@ REFUSED = {
 """Cases of the op table that are not written, by group, and why."""
 
 
+NOT_WRITTEN = {"grouped_mm", "expert_linear"}
+"""Ops that no file holds: ONNX has no product of which each row reads the weight of one expert."""
+
+
 def test_every_op_is_written():
-    assert {op.name for op in ops_of_fxq()} <= OP_WRITERS.keys()
+    assert {op.name for op in ops_of_fxq()} - NOT_WRITTEN <= OP_WRITERS.keys()
     assert OP_WRITERS.keys() <= {op.name for op in OPS}
 
 

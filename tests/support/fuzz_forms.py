@@ -29,6 +29,7 @@ NOT_DRAWN = {
     "dequantize": "made by fxq only",
     "embedding": "reads integers",
     "embedding_bag": "reads integers",
+    "grouped_mm": "reads integers",
     "grid_sample": "its grid has the size of one batch",
     "hardshrink": "jumps, so that no noise is small",
     "normalize": "has no bound near zero",
