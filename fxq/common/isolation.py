@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from fxq.common.container_types import is_container
 from fxq.common.containers import ContainerNames, Leaves, put_together, taken_apart
+from fxq.common.contents import same
 from fxq.common.data import Batch
-from fxq.common.state import ChangedPlace, StateSnapshot, same
+from fxq.common.state import ChangedPlace, StateSnapshot
 from fxq.common.writes import WriteWatch
 from fxq.errors import InputError
 

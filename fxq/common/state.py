@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import array
-import copy
 import enum
 import functools
 import logging
 import operator
 import random
-import sys
 import threading
 import types
 import weakref
@@ -22,6 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from fxq.common.code_state import OuterVariables
+from fxq.common.contents import (
+    BYTES,
+    ScriptAttribute,
+    TensorContent,
+    content_of,
+    has_content,
+    is_array,
+    of_numpy,
+    put_content,
+    same,
+)
 from fxq.common.iterators import IteratorStandIn, advanced, is_opaque_iterator, stand_in
 
 log = logging.getLogger("fxq")
@@ -36,7 +44,6 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 _CODE: tuple[type, ...] = (enum.Enum, type, types.ModuleType)
 _CODE += (types.BuiltinFunctionType,)
 _GENERATORS = (random.Random, torch.Generator)
-_BYTES = (bytearray, array.array)
 _NO_STATE = (*PLAIN, *_CODE)
 _PLAIN_TYPES = frozenset(PLAIN)
 _QUIET_TYPES = (OrderedDict, dict, nn.Parameter, Tensor, set, list)
@@ -127,10 +134,10 @@ class StateSnapshot:
                 self.add_tensor(owner, name, value, copies)
                 self._room -= size if copies else 0
                 waiting.extend(_attributes(name, value))
-            elif isinstance(value, (*_GENERATORS, *_BYTES, functools._lru_cache_wrapper)) or _of_numpy(value):
+            elif isinstance(value, (*_GENERATORS, *BYTES, functools._lru_cache_wrapper)) or of_numpy(value):
                 self._add_content(owner, name, value)
                 waiting.extend(_attributes(name, value))
-                if _is_array(value) and value.dtype.hasobject:
+                if is_array(value) and value.dtype.hasobject:
                     waiting.extend((f"{name}[{i}]", part) for i, part in enumerate(value.ravel().tolist()))
             elif (items := _items(value)) is not None:
                 waiting.extend(self._hold(owner, name, value, items))
@@ -162,7 +169,7 @@ class StateSnapshot:
         """Add a tensor: its storage, and if `copies` is set, its values."""
         has_values = not tensor.is_inference() and not tensor.is_nested and tensor.layout is torch.strided
         if has_values and id(tensor) not in self._contents:
-            self._contents[id(tensor)] = owner, name, tensor, _Values(tensor, copies)
+            self._contents[id(tensor)] = owner, name, tensor, TensorContent(tensor, copies)
 
     def add_script(self, owner: str, script: torch.jit.ScriptModule) -> None:
         """Add the attributes of a script module other than buffers and parameters, which its code may change."""
@@ -171,15 +178,15 @@ class StateSnapshot:
         for name, (_, is_parameter) in kind.get_attributes().items() if kind is not None else ():
             if not is_parameter and name not in buffers:
                 try:
-                    self._add_content(owner, name, _ScriptAttribute(script, name))
+                    self._add_content(owner, name, ScriptAttribute(script, name))
                 except Exception as error:  # an object of C++ raises any type of error
                     log.debug("%s.%s is not restored: %s", owner, name, error)
 
     def _add_content(self, owner: str, name: str, value: Any) -> None:
-        size = value.nbytes if _is_array(value) else len(value) if isinstance(value, _BYTES) else 0
-        if size <= self._room and (size == 0 or not _is_array(value) or value.flags.writeable):
+        size = value.nbytes if is_array(value) else len(value) if isinstance(value, BYTES) else 0
+        if size <= self._room and (size == 0 or not is_array(value) or value.flags.writeable):
             self._room -= size
-            self._contents.setdefault(id(value), (owner, name, value, _content(value)))
+            self._contents.setdefault(id(value), (owner, name, value, content_of(value)))
 
     def shield(self) -> None:
         """Put stand-ins (`IteratorStandIn`) into all places that hold iterators or generators, until `restore`."""
@@ -209,8 +216,8 @@ class StateSnapshot:
                 if moved or (moved is None and not _alike(was, new)):
                     yield ChangedPlace(owner, _name(name, value, key), new, in_place=bool(moved), was=was)
         for owner, name, value, content in self._contents.values():
-            if not _is_as_before(value, content):
-                counted = not isinstance(content, _Values) or content.counts(value)
+            if not has_content(value, content):
+                counted = not isinstance(content, TensorContent) or content.counts(value)
                 yield ChangedPlace(owner, name, value, in_place=True, counted=counted)
 
     def restore(self) -> None:
@@ -222,8 +229,8 @@ class StateSnapshot:
                     _put_slot(value, key, item)
             _put_items(value, items, ordered=name != "" and not name.endswith("."))
         for _, _, value, content in self._contents.values():
-            if not _is_as_before(value, content):
-                _put_content(value, content)
+            if not has_content(value, content):
+                put_content(value, content)
         self._stand_ins.clear()
 
 
@@ -241,8 +248,8 @@ def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Dict of the attributes of a tensor, a function, a subclass of a container or a `threading.local`, if any."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict) and not isinstance(value, OuterVariables):
-        kinds = (Tensor, tuple, frozenset, types.FunctionType, threading.local, *_CONTAINERS, *_BYTES)
-        if isinstance(value, kinds) or _of_numpy(value):
+        kinds = (Tensor, tuple, frozenset, types.FunctionType, threading.local, *_CONTAINERS, *BYTES)
+        if isinstance(value, kinds) or of_numpy(value):
             yield f"{name}.", attributes
 
 
@@ -363,125 +370,3 @@ def _put_dict(value: dict[Any, Any], items: dict[Any, Any], ordered: bool) -> No
     if ordered and list(kind.__iter__(value)) != list(items):
         kind.clear(value)
         kind.update(value, items)
-
-
-# ---- what is changed in place
-
-
-class _Values:
-    """Storage and version counter of a tensor, and optionally a copy of its values."""
-
-    def __init__(self, tensor: Tensor, copies: bool) -> None:
-        self.alias, self.version = tensor.detach(), tensor._version
-        self.at = self._place(tensor)
-        self.copy = self.alias.clone() if copies and not tensor.is_meta else None
-
-    @staticmethod
-    def _place(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.data_ptr() if not tensor.is_meta else 0, tensor.shape, tensor.stride(), tensor.dtype
-
-    def is_as_before(self, tensor: Tensor) -> bool:
-        """Whether a tensor still has this storage and these values."""
-        if self._place(tensor) != self.at:
-            return False
-        if self.copy is None:
-            return tensor._version == self.version
-        now = tensor.detach()
-        return torch.equal(now, self.copy) or bool(((now == self.copy) | (now.isnan() & self.copy.isnan())).all())
-
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether the tensor's version counter or storage changed."""
-        return tensor._version != self.version or self._place(tensor) != self.at
-
-    def put_back(self, tensor: Tensor) -> None:
-        """Restore a tensor's storage and values."""
-        with torch.no_grad():
-            if self._place(tensor) != self.at:
-                tensor.data = self.alias
-            if self.copy is not None:
-                tensor.copy_(self.copy)
-
-
-def _of_numpy(value: Any) -> bool:
-    """Whether a value is a NumPy array or random generator. Does not import NumPy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState))
-
-
-def _is_array(value: Any) -> bool:
-    return _of_numpy(value) and hasattr(value, "nbytes")
-
-
-@dataclass(frozen=True)
-class _ScriptAttribute:
-    """Attribute of a script module, which stores it in C++."""
-
-    script: torch.jit.ScriptModule
-    name: str
-
-    def read(self) -> Any:
-        return self.script._c.getattr(self.name)
-
-
-def _content(value: Any) -> Any:
-    """Copy of the values of an array, or of the state of a random generator or a cache."""
-    if isinstance(value, _ScriptAttribute):
-        with torch.no_grad():
-            return copy.deepcopy(_detached(value.read()))
-    if isinstance(value, _BYTES):
-        return value[:]
-    if isinstance(value, functools._lru_cache_wrapper):
-        return value.cache_info().misses
-    if _is_array(value):
-        return value.copy()
-    if hasattr(value, "bit_generator"):
-        return value.bit_generator.state
-    if isinstance(value, random.Random):
-        return value.getstate()
-    return value.get_state(legacy=False) if _of_numpy(value) else value.get_state()
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
-    return {key: _detached(part) for key, part in value.items()} if isinstance(value, dict) else value
-
-
-def _is_as_before(value: Any, content: Any) -> bool:
-    if isinstance(content, _Values):
-        return content.is_as_before(value)
-    return same(_content(value), content)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two results of `_content` are equal."""
-    if _is_array(a):
-        return a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return len(a) == len(b) and all(key in b and same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def _put_content(value: Any, content: Any) -> None:
-    if isinstance(content, _Values):
-        content.put_back(value)
-    elif isinstance(value, _ScriptAttribute):
-        value.script._c.setattr(value.name, content)
-    elif isinstance(value, _BYTES):
-        value[:] = content
-    elif isinstance(value, functools._lru_cache_wrapper):
-        value.cache_clear()
-    elif _is_array(value):
-        value[...] = content
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = content
-    elif isinstance(value, random.Random):
-        value.setstate(content)
-    else:
-        value.set_state(content)

@@ -16,13 +16,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.common.data import Batch, as_batch
 from fxq.errors import InputError
+from fxq.integrations.transformers_calls import CallRules, cache_name, count_positions, in_32_bits
 from fxq.integrations.transformers_models import (
-    CallRules,
     QuantizedEncoder,
     QuantizedGenerator,
-    cache_name,
-    count_positions,
-    in_32_bits,
     make_quantized,
     without_tensors,
 )

@@ -16,11 +16,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fxq.errors import FileError, FxqError, InputError, RecipeError, unknown, words_of
 from fxq.integrations.transformers import generates, quantize_encoder, quantize_generator
+from fxq.integrations.transformers_calls import CallRules
 from fxq.integrations.transformers_models import (
     ENCODER_FILE,
     METHOD,
     MODEL_FILE,
-    CallRules,
     QuantizedEncoder,
     QuantizedGenerator,
     make_quantized,

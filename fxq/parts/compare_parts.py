@@ -22,7 +22,8 @@ from fxq.parts.part import Part, Programs, parts_in
 from fxq.parts.parts_report import write_parts_report
 from fxq.report.report import write_comparison
 from fxq.tracing.part_shell import PartShell
-from fxq.workflow.steps import check_model, float_reference
+from fxq.workflow.obstacles import check_model
+from fxq.workflow.steps import float_reference
 
 
 def compare_parts(model: Any, quantized: Any, batches: Iterable[Batch], advance: Callable[[], None]) -> Comparison:

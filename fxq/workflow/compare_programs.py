@@ -17,7 +17,8 @@ from fxq.ledger.output_check import rank
 from fxq.programs.call_form import form_of
 from fxq.programs.flat_model import flat_batch, flat_model
 from fxq.report.report import write_comparison
-from fxq.workflow.steps import check_model, float_reference
+from fxq.workflow.obstacles import check_model
+from fxq.workflow.steps import float_reference
 
 
 def compare_programs(

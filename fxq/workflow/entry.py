@@ -15,7 +15,7 @@ from fxq.errors import InputError
 from fxq.model import QuantizedModel
 from fxq.onnx.reading.read_onnx import read_onnx
 from fxq.tracing.wrappers import unwrapped
-from fxq.workflow.steps import check_model
+from fxq.workflow.obstacles import check_model
 
 
 def float_model(model: Any) -> nn.Module:

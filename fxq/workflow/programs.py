@@ -29,7 +29,7 @@ from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.recipe_checks import check_selectors
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
-from fxq.workflow.steps import check_model
+from fxq.workflow.obstacles import check_model
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Function that returns the context in which a model is traced."""

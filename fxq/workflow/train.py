@@ -31,7 +31,8 @@ from fxq.quant.qparams import QParams, dequantize, quantize
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.training.gradients import other_gradients
-from fxq.workflow.steps import check_model, finished, manager_for, phases
+from fxq.workflow.obstacles import check_model
+from fxq.workflow.steps import finished, manager_for, phases
 from fxq.workflow.training_model import Preparation, TrainingModel
 
 M = TypeVar("M", bound=nn.Module)

@@ -74,7 +74,7 @@ class FewRowsProduct:
         """First of the columns of the result that each thread computes, and their end."""
         outputs, row_bytes = self._constants[0].shape
         count = max(min(threads, outputs * row_bytes // _MIN_PART_BYTES), 1)
-        return list(pairwise([outputs * k // count // _PART_UNIT * _PART_UNIT for k in range(count)] + [outputs]))
+        return column_parts(outputs, count, _PART_UNIT)
 
     def ones(self) -> Tensor:
         """Sum of each row of the weight, float32 (O,)."""
@@ -145,6 +145,11 @@ class FewRowsProduct:
         function = self._loops.few_integers_part if of_integers else self._loops.few_rows_part
         job = Job(code_address(function), table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.PART_FIELDS)
         return job, table, counts
+
+
+def column_parts(columns: int, count: int, unit: int) -> list[tuple[int, int]]:
+    """First column and end of `count` parts of about equal size. Each part starts at a multiple of `unit`."""
+    return list(pairwise([columns * k // count // unit * unit for k in range(count)] + [columns]))
 
 
 def refused(stored: StoredWeight) -> str | None:

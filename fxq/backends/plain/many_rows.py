@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
-from fxq.backends.plain.few_rows import FewRowsProduct, refused
+from fxq.backends.plain.few_rows import FewRowsProduct, column_parts, refused
 from fxq.backends.plain.stored_weight import StoredWeight
 
 _MIN_PART_COLUMNS = 64
@@ -68,9 +67,8 @@ class ManyRowsProduct:
     def _job(self, threads: int) -> tuple[Job, Tensor, Tensor]:
         """Job that divides the columns of the result among threads, and the tensors that it points to."""
         if threads not in self._jobs:
-            unit, outputs = self._loops.COLUMNS, self._outputs
-            count = max(min(threads, outputs // _MIN_PART_COLUMNS), 1)
-            parts = list(pairwise([outputs * k // count // unit * unit for k in range(count)] + [outputs]))
+            count = max(min(threads, self._outputs // _MIN_PART_COLUMNS), 1)
+            parts = column_parts(self._outputs, count, self._loops.COLUMNS)
             names = self._loops.PartField.__members__
             rows = [self._fields | {"FIRST": first, "END": end} for first, end in parts]
             table = torch.tensor([[row[name] for name in names] for row in rows], dtype=torch.int64, device="cpu")
