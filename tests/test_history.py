@@ -65,8 +65,16 @@ def test_nothing_is_written_unless_asked(monkeypatch):
 def test_the_newest_run_is_on_the_page():
     newer = dataclasses.replace(RUN, value=2.5, date="2026-02-01")
     text = measured_page.page([RUN, newer])
-    assert "| add, 8 x 8 | times faster | 2.5 times | 2026-02-01 | abc | torch 2.13 |" in text
-    assert "2 times" not in text
+    assert "2026-02-01, commit abc; torch 2.13:\n\n| case | times faster |\n|---|---|\n| add, 8 x 8 | 2.5 |\n" in text
+    assert "2026-01-01" not in text
+
+
+def test_a_run_is_one_table_with_a_column_for_each_quantity():
+    other = dataclasses.replace(RUN, quantity="time", value=12.5, unit="us")
+    single = dataclasses.replace(RUN, case="mul", quantity="error", value=None, unit="steps")
+    text = measured_page.page([RUN, other, single])
+    assert "| case | time, us | times faster |\n|---|---|---|\n| add, 8 x 8 | 12.5 | 2 |\n" in text
+    assert text.endswith("| case | error, steps |\n|---|---|\n| mul | |\n")
 
 
 def test_a_plot_has_a_panel_for_each_number_of_several_days(tmp_path):

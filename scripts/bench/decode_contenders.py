@@ -68,6 +68,18 @@ def decoders(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "torchao int8 weights", lambda: of_transformers(_torchao(model)) if _has("torchao") else MISSING
 
 
+def random_llama() -> Any:
+    """Llama of 1.1 B parameters (22 layers of 2048) with random weights in float32, 4.4 GB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -161,13 +173,16 @@ def _torchao(model: Any) -> Any:
     return quantized
 
 
-def llama_cpp(prompt: str, tokens: int, file: Path | None = None) -> dict[str, float] | str:
-    """Tokens per second of CPU time of llama.cpp on the package's Q4_1 file: "prefill" and "decode"; or why not.
+def llama_cpp(
+    prompt: str, tokens: int, file: Path | None = None, clock: Callable[[], float] = time.process_time
+) -> dict[str, float] | str:
+    """Tokens per second of llama.cpp on the package's Q4_1 file: "prefill" and "decode"; or why not.
 
     Args:
         prompt: text of the prompt.
         tokens: number of tokens to decode.
         file: the GGUF file; None: that of the package.
+        clock: what is read before and after a request.
     """
     if not _has("xllamacpp"):
         return MISSING
@@ -180,14 +195,14 @@ def llama_cpp(prompt: str, tokens: int, file: Path | None = None) -> dict[str, f
         file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 1024, 1, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
     server = xllamacpp.Server(params)
 
     def seconds(count: int) -> tuple[float, Any]:
         request = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        begin = time.process_time()
+        begin = clock()
         result = server.handle_completions(request)
-        return time.process_time() - begin, result
+        return clock() - begin, result
 
     seconds(1)
     first, result = seconds(1)

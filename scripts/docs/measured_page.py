@@ -55,17 +55,42 @@ def line(cells: Sequence[str]) -> str:
 
 
 def run_tables(runs: Sequence[Record]) -> Iterator[str]:
-    """The newest value of each number, one table for each benchmark and CPU."""
+    """The newest value of each number: for each run of a benchmark a line that says where and when, and its tables."""
     newest = {(r.benchmark, r.cpu, r.case, r.quantity): r for r in runs}
-    for (benchmark, cpu), group in groupby(sorted(newest), key=lambda key: key[:2]):
-        rows = [newest[key] for key in group]
-        yield f"`python -m scripts.{benchmark}`, {cpu}:"
-        lines = ["| case | quantity | value | date | commit | versions |", "|---|---|---|---|---|---|"]
-        for row in rows:
-            value = "none" if row.value is None else f"{row.value:.3g} {row.unit}".strip()
-            versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
-            lines.append(line([row.case, row.quantity, value, row.date, row.commit, versions]))
+
+    def run_of(record: Record) -> tuple[str, str, str, str, tuple[tuple[str, str], ...]]:
+        return record.benchmark, record.cpu, record.date, record.commit, tuple(record.versions.items())
+
+    for (benchmark, cpu, date, commit, versions), group in groupby(sorted(newest.values(), key=run_of), key=run_of):
+        packages = ", ".join(f"{name} {version}" for name, version in versions)
+        yield f"`python -m scripts.{benchmark}`, {cpu}; {date}, commit {commit}; {packages}:"
+        yield from run_table(list(group))
+
+
+def run_table(records: Sequence[Record]) -> Iterator[str]:
+    """Tables with a row for each case and a column for each quantity; cases of other quantities have another table."""
+    cases: dict[str, dict[str, Record]] = {}
+    for record in records:
+        cases.setdefault(record.case, {})[record.quantity] = record
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for case, numbers in cases.items():
+        tables.setdefault(tuple(sorted(numbers)), []).append(case)
+    for quantities, rows in tables.items():
+        titles = [titled(next(cases[case][quantity] for case in rows)) for quantity in quantities]
+        lines = [line(["case", *titles]), "|" + "---|" * (len(titles) + 1)]
+        lines += [line([case, *(shown(cases[case][quantity]) for quantity in quantities)]) for case in rows]
         yield "\n".join(lines)
+
+
+def titled(record: Record) -> str:
+    """Quantity with its unit, as the title of a column."""
+    named = not record.unit or record.unit in record.quantity
+    return record.quantity if named else f"{record.quantity}, {record.unit}"
+
+
+def shown(record: Record) -> str:
+    """Number of a cell in three digits; empty where none came out."""
+    return "" if record.value is None else f"{record.value:.3g}"
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from fxq.onnx.model_check import Difference, ModelCheck
 from fxq.saved import model_export
 from tests.support.helpers import REFERENCE
 from tests.support.models import batch, build
-from tests.support.onnx_runs import onnx, ort
+from tests.support.onnx_runs import exact_session, onnx, ort
 from tests.support.processes import full_disk
 
 pytestmark = pytest.mark.any_cpu
@@ -33,9 +33,7 @@ def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
     qmodel = fxq.quantize(model(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
     path = qmodel.export(tmp_path / "new" / "m.onnx")
     onnx.checker.check_model(path, full_check=True)
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")  # for CPUs without VNNI
-    session = ort.InferenceSession(path, options)
+    session = exact_session(path)
     y = torch.rand(5, 3, 12, 12)
     (got,) = session.run(None, {"input": y.numpy()})
     assert sqnr(qmodel(y), torch.from_numpy(got)) > 25
@@ -56,7 +54,7 @@ def optimized(path, tmp_path):
     return [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
 
 
-@pytest.mark.filterwarnings("error::fxq.FxqWarning")
+@pytest.mark.filterwarnings("error::fxq.FxqWarning", "ignore:.*ONNX Runtime with default options does not compute")
 def test_kernels_are_fused(tmp_path):
     """All layers run as integer kernels: none in float is left, nor a conversion but those at the ends."""
     net = model(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
@@ -275,7 +273,7 @@ def test_an_example_that_the_model_does_not_take(example, tmp_path):
 def test_a_single_output_channel_with_weights_in_blocks(layer, tmp_path):
     qmodel = fxq.quantize(layer.eval(), fxq.Recipe.weight_only(bits=4), example_inputs=X)
     path = qmodel.export(tmp_path / "m.onnx", example_inputs=X)
-    (y,) = ort.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    (y,) = exact_session(path).run(None, {"input": X.numpy()})
     assert float((torch.from_numpy(y) - qmodel(X)).abs().max()) <= 1e-5  # sums in another order
 
 
@@ -338,7 +336,7 @@ def test_inputs_in_containers_are_made_up_of_the_record(tmp_path):
     qmodel = fxq.quantize(Nested().eval(), REFERENCE, data=[{"batch": x, "scale": 2.0}])
     loaded = fxq.load(qmodel.save(tmp_path / "m.fxq"))
     assert loaded.record.inputs == qmodel.record.inputs
-    session = ort.InferenceSession(str(loaded.export(tmp_path / "m.onnx")))
+    session = exact_session(loaded.export(tmp_path / "m.onnx"))
     (y,) = session.run(None, {"batch_x": x["x"].numpy(), "batch_parts_0": x["parts"][0].numpy()})
     torch.testing.assert_close(torch.from_numpy(y), qmodel(x, scale=2.0), rtol=1e-5, atol=1e-5)  # sums in another order
     assert loaded.export(tmp_path / "m.pt2").exists()

@@ -10,6 +10,7 @@ import fxq
 from fxq.quant.dynamic_grid import ROUND_TO_RANGE
 from fxq.quant.stored_grids import stored_grid
 from tests.support.machine import WITH_8_BITS
+from tests.support.onnx_runs import exact_session
 from tests.support.onnx_text import parsed, reference
 
 onnx = pytest.importorskip("onnx")
@@ -35,9 +36,7 @@ def inputs(count=4):
 
 
 def run_by_onnx_runtime(path, x):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    file = path if isinstance(path, bytes) else str(path)
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session = exact_session(path)
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
