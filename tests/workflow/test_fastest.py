@@ -21,6 +21,7 @@ from fxq.graph.info import Cost, info, precision_of
 from fxq.workflow import fastest
 from fxq.workflow.steps import Trial, all_on_integers, converted
 from tests.support.graphs import equal
+from tests.support.machine import BITS
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
 FASTEST = fxq.Recipe.static(backend="fastest", optimize="coverage")
@@ -187,7 +188,8 @@ class Pooled(nn.Module):
 def test_what_a_kernel_emits_makes_no_other_graph(edits):
     torch.manual_seed(0)
     model, x = Pooled().eval(), torch.randn(4, 3, 8, 8)
-    observed = fxq.prepare(model, FASTEST, example_inputs=x)
+    recipe = replace(FASTEST, config=replace(FASTEST.config, activation=fxq.TensorSpec(bits=BITS)))  # right in both
+    observed = fxq.prepare(model, recipe, example_inputs=x)
     observed(x)
     everyone, seen_kinds = {m.manager.context.recipe.backend: m for m in (observed, *observed.others)}, []
     emits = {name: {n.name for n in m.graph.nodes if (p := info(n).plan) and p.emits} for name, m in everyone.items()}
@@ -198,7 +200,7 @@ def test_what_a_kernel_emits_makes_no_other_graph(edits):
     everyone["onnxruntime"].take_calibration(everyone["fbgemm"])
     shared = converted(everyone["onnxruntime"], None, seen_kinds)
     assert len(seen_kinds) == 1 + len(edits)
-    alone = fxq.quantize(model, FASTEST.with_backend("onnxruntime"), data=[x])
+    alone = fxq.quantize(model, recipe.with_backend("onnxruntime"), data=[x])
     assert equal(shared(x), alone(x)) and shared.history["correct-bias"].graph == alone.history["correct-bias"].graph
 
 
