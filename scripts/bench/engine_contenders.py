@@ -223,6 +223,7 @@ CONTENDERS: dict[str, Contender] = {
     "torch.ao": torch_ao_best,
     "onnxruntime quantizer": onnxruntime_own,
     "nncf": nncf_openvino,
+    "fxq auto": own("auto"),
     "fxq auto, fast": own("auto", effort="fast"),
-    **{f"fxq {backend}": own(backend) for backend in ("auto", "x86", "jit", "openvino", "onnxruntime", "fastest")},
+    **{f"fxq {backend}": own(backend) for backend in ("x86", "jit", "openvino", "onnxruntime", "fastest")},
 }

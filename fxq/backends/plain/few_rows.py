@@ -34,6 +34,9 @@ class FewRowsProduct:
         loops: the module `fxq.backends.loops.code.few_rows_loops`.
         stored: weight (O, K), for which `refused` returns None.
         bias: float32 (O,), or None.
+
+    Attributes:
+        max_integer_rows: number of rows of integers up to which no other product is faster.
     """
 
     def __init__(self, loops: ModuleType, stored: StoredWeight, bias: Tensor | None) -> None:
@@ -62,6 +65,7 @@ class FewRowsProduct:
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
         self._after = columns, outputs, row_bytes, block, scales, span
         self._loops, self._run, self._convert, self._kind = loops, loops.few_rows, loops.floats_of, kind
+        self.max_integer_rows: int = loops.MAX_INTEGER_ROWS
         self._ones: Tensor | None = None
         self._jobs: dict[tuple[int, bool], tuple[Job, Tensor, Tensor]] = {}
 

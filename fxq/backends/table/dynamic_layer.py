@@ -125,7 +125,7 @@ class DynamicLayer(Kernel):
         outputs, columns = self.weight.shape[0], self.weight.shape[-1]
         is_small = x.shape[-1:] == (columns,) and 0 < x.numel() <= MAX_ROWS * columns
         loops = loops_for("few_rows_loops", 0, x, *self._buffers.values()) if is_small else None
-        if loops is None or not loops.HAS_ROW_DOT or self.weight.dim() > 2:
+        if loops is None or x.numel() > loops.MAX_INTEGER_ROWS * columns or self.weight.dim() > 2:
             return None
 
         def make() -> FewRowsProduct | None:

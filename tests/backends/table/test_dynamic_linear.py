@@ -103,8 +103,8 @@ def test_a_symmetric_grid_has_its_zero_point_in_the_kernel():
 def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, product, weight, monkeypatch):
     call = product.of_integers
     monkeypatch.setattr(product, "of_integers", lambda self, *args: call(self, *args) * 1.05)
-    for module, name in (("few_rows_loops", "HAS_ROW_DOT"), ("many_rows_loops", "IS_FASTER")):
-        monkeypatch.setattr(loops(module), name, True)
+    monkeypatch.setattr(loops("few_rows_loops"), "MAX_INTEGER_ROWS", 16)
+    monkeypatch.setattr(loops("many_rows_loops"), "IS_FASTER", True)
     with pytest.warns(UserWarning):
         qmodel = quantized(weight or fxq.Recipe.dynamic().config.weight, rows)
     assert qmodel.ledger.where(kind="unverified")

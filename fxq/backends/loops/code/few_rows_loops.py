@@ -11,8 +11,8 @@ from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.vectors import LANES
 
-HAS_ROW_DOT = code.has_row_dot()
-"""Whether products of integers are faster than those of floats here."""
+MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
+"""Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""

@@ -302,9 +302,8 @@ DYNAMIC_WEIGHTS = {
 def test_layers_that_round_their_input_are_steps(options, batch):
     qmodel = rounding(**options)
     got = generated(qmodel, call, batch=batch)
-    has_loop = "weight" in options or loops("few_rows_loops").HAS_ROW_DOT  # int8 without VNNI is PyTorch's
     layers = [len(program._products) for program in programs(qmodel)]
-    assert len(layers) == 2 and all(layers) if has_loop else not any(layers)  # before the attention, and after it
+    assert len(layers) == 2 and all(layers)  # before the attention, and after it
     for ours, theirs in zip(got, generated(qmodel, plain, batch=batch), strict=True):
         assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
 
@@ -368,8 +367,6 @@ def test_one_wrong_program_among_right_ones_is_named(monkeypatch, wrong):
 
 
 def test_a_wrong_program_of_layers_that_round_their_input_is_not_used(monkeypatch):
-    if not loops("few_rows_loops").HAS_ROW_DOT:
-        pytest.skip("without VNNI, programs have no layers that round their input")
     torch.manual_seed(0)
     changed_results(monkeypatch, lambda y, number: y * 1.02)  # 34 dB
     with warnings.catch_warnings():
