@@ -307,7 +307,7 @@ def for_history(cells: Sequence[Cell], settings: Settings) -> Iterator[tuple[str
         if cell.ms is not None:
             yield case, "time of a call", cell.ms, "ms"
             if best is not None and best.ms is not None and cell.contender.startswith("fxq"):
-                yield case, f"time, of the best other ({best.contender})", cell.ms / best.ms, "times"
+                yield case, "time to that of the best other", cell.ms / best.ms, "times"
         if cell.sqnr is not None:
             yield case, "SQNR", cell.sqnr, "dB"
 
@@ -341,7 +341,7 @@ def main() -> None:
             if arguments.json:
                 data = {"machine": about, "cells": [asdict(cell) for cell in cells.values()]}
                 arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    history.append(arguments.history, "bench.engines", numbers)
+    history.append(arguments.history, "bench.engines" + (" --cpu-time" if arguments.cpu_time else ""), numbers)
     print(summary(cells.values()))
     print("\n" + ", ".join(f"{name}: {value}" for name, value in about.items()))
 

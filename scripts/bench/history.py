@@ -32,7 +32,7 @@ class Record:
     """One measured number.
 
     Attributes:
-        benchmark: the script, by its module below `scripts`.
+        benchmark: the script, by its module below `scripts`, and the options that say what was measured.
         case: what was measured: a network, a kernel and its size.
         quantity: what the number says, such as "times faster, batch 1".
         value: the number; None where none came out, or where `text` is a paragraph.
@@ -93,7 +93,7 @@ def append(path: Path | None, benchmark: str, numbers: Iterable[tuple[str, str, 
 
     Args:
         path: the history; None where the run is not to be kept.
-        benchmark: the script, such as "bench.kernels".
+        benchmark: the script with its options, such as "bench.kernels", see `Record`.
         numbers: case, quantity, value and unit of each. A value that is not finite is stored as None.
     """
     if path is None:

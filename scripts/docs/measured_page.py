@@ -68,17 +68,21 @@ def run_tables(runs: Sequence[Record]) -> Iterator[str]:
 
 
 def run_table(records: Sequence[Record]) -> Iterator[str]:
-    """Tables with a row for each case and a column for each quantity; cases of other quantities have another table."""
+    """Tables with a row for each case and a column for each quantity; cases with none in common have another table."""
     cases: dict[str, dict[str, Record]] = {}
     for record in records:
         cases.setdefault(record.case, {})[record.quantity] = record
-    tables: dict[tuple[str, ...], list[str]] = {}
+    tables: list[tuple[dict[str, None], list[str]]] = []
     for case, numbers in cases.items():
-        tables.setdefault(tuple(sorted(numbers)), []).append(case)
-    for quantities, rows in tables.items():
-        titles = [titled(next(cases[case][quantity] for case in rows)) for quantity in quantities]
+        quantities, rows = next((table for table in tables if table[0].keys() & numbers.keys()), ({}, []))
+        if not rows:
+            tables.append((quantities, rows))
+        quantities.update(dict.fromkeys(numbers))
+        rows.append(case)
+    for quantities, rows in tables:
+        titles = [titled(next(cases[case][q] for case in rows if q in cases[case])) for q in quantities]
         lines = [line(["case", *titles]), "|" + "---|" * (len(titles) + 1)]
-        lines += [line([case, *(shown(cases[case][quantity]) for quantity in quantities)]) for case in rows]
+        lines += [line([case, *(shown(cases[case].get(quantity)) for quantity in quantities)]) for case in rows]
         yield "\n".join(lines)
 
 
@@ -88,9 +92,9 @@ def titled(record: Record) -> str:
     return record.quantity if named else f"{record.quantity}, {record.unit}"
 
 
-def shown(record: Record) -> str:
+def shown(record: Record | None) -> str:
     """Number of a cell in three digits; empty where none came out."""
-    return "" if record.value is None else f"{record.value:.3g}"
+    return "" if record is None or record.value is None else f"{record.value:.3g}"
 
 
 def main() -> None:
