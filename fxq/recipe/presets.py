@@ -131,8 +131,8 @@ def weight_only(
 
     Layers and embeddings dequantize their weights at each call; weights of 4 bits are stored two to a byte. With Numba
     (`fxq[jit]`), linear layers of up to 16 rows, such as for one token of a decoder, are faster than in float; other
-    layers and more rows are as fast or slower. The ledger shows what that costs and saves,
-    and the bits per weight.
+    layers and more rows are as fast or slower. Without Numba, so are these, unless they may compute in bfloat16. The
+    ledger shows what that costs and saves, and the bits per weight.
 
     With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
     have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
