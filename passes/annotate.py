@@ -219,7 +219,7 @@ class _Planner:
         support = backend.supports(gm, node, calls, replace(config, activation=None)) if reason is None else None
         if support is None or support.ops < len(calls):
             return self._float("unsupported", reason or (support.reason if support is not None else ""))
-        return Plan(Decision("weight-only", decided_by=self.rewriter.name), weight=spec)
+        return Plan(Decision("weight-only", decided_by=self.rewriter.name), weight=spec, compute=config.compute)
 
     def _loses_most(self, node: fx.Node, spec: TensorSpec) -> bool:
         """Whether a spec has 4 bits or fewer, and a node is an embedding or a layer that shares its table."""

@@ -23,6 +23,7 @@ from fxq.cost.prices import (
     regions_of,
     slower_for_size,
     slower_than_float,
+    supports_bfloat16,
     weight_only_ops,
 )
 from fxq.cost.probe import Prober
@@ -193,7 +194,8 @@ def _price(rewriter: Rewriter[Context], prober: Prober, choose: bool) -> None:
     for node, cost in (*float_costs.items(), *weight_only_costs.items()):
         _record(rewriter, node, cost)
     float_seconds = 1e-6 * sum(cost.float_us for cost in float_costs.values())
-    slow = slower_for_size(weight_only_costs, float_seconds + sum(op.real for op in ops if op.source))
+    bfloat16 = [node for node in weight_only_costs if supports_bfloat16(rewriter.gm, node)]
+    slow = slower_for_size(weight_only_costs, float_seconds + sum(op.real for op in ops if op.source), bfloat16)
     if slow is not None:
         warn(slow)
     integers: set[Key] = set(regions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
 from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, difference, largest_value
-from fxq.graph.region_run import run_region
+from fxq.graph.region_run import RegionOutput, run_region
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -237,7 +237,8 @@ class _Verifier(Runner):
         try:
             got = self._run_kernel(node)
             later = self._run_bound(node, got)
-            why = difference(self.gm, region, values, expected, got, self.rules)
+            rounded = _rounded_result(submodule(self.gm, node), self._inputs(node))
+            why = difference(self.gm, region, values, expected, got, self.rules, rounded)
         except Exception as error:
             if isinstance(error, FxqError) and not isinstance(error, BackendError):
                 raise
@@ -257,8 +258,8 @@ class _Verifier(Runner):
         kernel = submodule(self.gm, node)
         if not self.resizes or not isinstance(kernel, Kernel) or node.kwargs:
             return None
-        inputs = [self.values[a] for a in node.args if isinstance(a, fx.Node)]
-        if len(inputs) != len(node.args) or not all(isinstance(x, Tensor) for x in inputs):
+        inputs = self._inputs(node)
+        if inputs is None:
             return None
         own = None  # a copy with the same tensors and q/dq form: the kernel caches weights packed for the current sizes
         for resized in kernel.at_other_sizes(*inputs):
@@ -271,13 +272,18 @@ class _Verifier(Runner):
                 continue
             try:
                 got = own(*(x.clone() for x in resized))
-                why = difference(self.gm, region, values, expected, got, self.rules)
+                why = difference(self.gm, region, values, expected, got, self.rules, _rounded_result(own, resized))
             except Exception as error:
                 why = f"it raised {type(error).__name__}: {words_of(error)}"
             if why is not None:
                 sizes = " and ".join(dict.fromkeys(str(tuple(x.shape)) for x in resized))
                 return f"on inputs cut or repeated to {sizes}: {why}"
         return None
+
+    def _inputs(self, node: fx.Node) -> list[Tensor] | None:
+        """Values that a kernel reads; None if not all are tensors."""
+        inputs = [self.values[a] for a in node.args if isinstance(a, fx.Node)]
+        return inputs if len(inputs) == len(node.args) and all(isinstance(x, Tensor) for x in inputs) else None
 
     def _run_kernel(self, node: fx.Node) -> Any:
         """Run a kernel. It gets a copy of a residual that it overwrites, so that other readers see the right value."""
@@ -317,6 +323,12 @@ class _Verifier(Runner):
         }
         shared = (name for name, value in needed.items() if any(storage_address(t) == memory for t in tensors(value)))
         return next(shared, self.lasting.get(memory))
+
+
+def _rounded_result(kernel: nn.Module | None, inputs: Sequence[Tensor] | None) -> list[RegionOutput] | None:
+    """Result of a kernel that rounds floats to less than float32, see `Kernel.rounded_result`; None for others."""
+    result = kernel.rounded_result(*inputs) if isinstance(kernel, Kernel) and inputs is not None else None
+    return None if result is None else [RegionOutput(result)]
 
 
 def inputs_now(gm: fx.GraphModule, node: fx.Node, region: Region) -> dict[fx.Node, fx.Node]:

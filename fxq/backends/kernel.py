@@ -104,6 +104,7 @@ class Kernel(Bindable):
         inplace: whether it overwrites its second input, a residual; None: it has no residual.
         reads: indices of the inputs of its region that it is called with, in order; None: all of them.
         form: the q/dq form that it replaces; None if it was not made from a qdq graph.
+        note: remark of the backend on why it chose this kernel, for the ledger; empty if there is none.
     """
 
     name: ClassVar[str]
@@ -115,6 +116,7 @@ class Kernel(Bindable):
     inplace: bool | None = None
     reads: tuple[int, ...] | None = None
     form: QdqForm | None = None
+    note: str = ""
     _derived: DerivedValues | None = None
 
     def last_call(self, part: int | None = None) -> tuple[Any, Mapping[str, Any]]:
@@ -157,6 +159,14 @@ class Kernel(Bindable):
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Inputs of further sizes to verify the kernel on; none if its code does not depend on the input size."""
         return ()
+
+    def rounded_result(self, *inputs: Tensor) -> Tensor | None:
+        """Result of a kernel that rounds floats to less than float32, computed by other code: float32, as of `forward`.
+
+        Comparisons with the q/dq form allow the difference between this and the result in float32. None, the default,
+        if the kernel does not round floats for these inputs.
+        """
+        return None
 
     def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the cached value of `key`, or compute it with `make` if a tensor has changed since.

@@ -126,8 +126,10 @@ def _replace(rewriter: Rewriter[LoweringContext], region: Region, kernel: Kernel
 def _describe_units(rewriter: Rewriter[LoweringContext], node: fx.Node, units: Sequence[fx.Node]) -> None:
     """Set the metadata of a kernel's node that follow from its units; for several units, also the plan of each op."""
     if len(units) < 2:
+        kernel = submodule(rewriter.gm, node)
         for unit in units:
-            rewriter.describe(node, fused=FusedInfo(info(unit).fused.parts), note=info(unit).note)
+            notes = filter(None, (info(unit).note, kernel.note if isinstance(kernel, Kernel) else ""))
+            rewriter.describe(node, fused=FusedInfo(info(unit).fused.parts), note="; ".join(notes))
         return
     plans, parts, paths = list[Plan](), list[tuple[str, ...]](), list[str]()
     for unit_info in map(info, units):

@@ -11,12 +11,15 @@ from typing import Any
 from torch import fx
 
 from fxq.backends.loops.code import compiler
+from fxq.backends.plain.bfloat16_linear import bfloat16_refused
+from fxq.backends.plain.few_rows import MAX_ROWS
+from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.cost.min_cut import Key, PricedOp, PricedValue, cheapest, seconds_of
 from fxq.cost.probe import MIN_SPEEDUP, Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op, producer_of, reads_only_metadata, taken_from
-from fxq.graph.region import Region, read_region
-from fxq.graph.unit import emits_float
+from fxq.graph.region import Region, integer_weight, read_region
+from fxq.graph.unit import calls_of, emits_float
 
 log = logging.getLogger("fxq")
 TABLE_MARGIN = 2.0
@@ -194,12 +197,26 @@ def weight_only_ops(gm: fx.GraphModule, nodes: Sequence[fx.Node], prober: Prober
             prober.costs.release(prober.keys(region))  # with the float weights, which files may hold
 
 
-def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str | None:
+def supports_bfloat16(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether PyTorch has a kernel in bfloat16 for a weight-only layer, and its recipe does not allow it."""
+    (call, *_), plan = calls_of(gm, node), info(node).plan
+    if call.op.name != "linear" or plan is None or plan.compute != "float32":
+        return False
+    weight, source = integer_weight(gm, call.tensors["weight"]), call.tensors["x"]
+    shape = info(source).shape if isinstance(source, fx.Node) else None
+    fits = shape is not None and 0 < math.prod(shape[:-1]) <= MAX_ROWS
+    return fits and weight is not None and bfloat16_refused(StoredWeight.of(weight)) is None
+
+
+def slower_for_size(
+    costs: Mapping[fx.Node, Cost], other_seconds: float, bfloat16: Collection[fx.Node] = ()
+) -> str | None:
     """Return a warning if integer weights make the model slower than float; otherwise None.
 
     Args:
         costs: times of the layers with integer weights.
         other_seconds: seconds of all other ops in float.
+        bfloat16: layers that the recipe could allow to compute in bfloat16, see `supports_bfloat16`.
     """
     real = other_seconds + sum(cost.float_us for cost in costs.values()) * 1e-6
     extra = {node: 1e-6 * ((cost.int8_us or cost.float_us) - cost.float_us) for node, cost in costs.items()}
@@ -214,15 +231,19 @@ def slower_for_size(costs: Mapping[fx.Node, Cost], other_seconds: float) -> str 
     return (
         f"with integer weights, the model is estimated to take {1 + total_extra / real:.1f} times as long as in float "
         f"on this machine: {_ms(real + total_extra)} instead of {_ms(real)}. The layers that lose the most: {names}. "
-        f"{_WITHOUT_LOOPS if compiler.installed() == 'none' else ''}"
+        f"{_without_loops(any(node in costs for node in bfloat16)) if compiler.installed() == 'none' else ''}"
         f"To keep a layer in float: recipe.override({_name_of(slowest[0])!r}, fxq.FLOAT). print(qmodel.ledger) shows "
         "all of them."
     )
 
 
-_WITHOUT_LOOPS = (
-    "Numba is not installed, whose compiled loops multiply few rows faster than float: pip install fxq[jit]. "
-)
+def _without_loops(supports_bfloat16: bool) -> str:
+    """Advice on faster linear layers where Numba is missing."""
+    bfloat16 = 'in bfloat16 (fxq.Recipe.weight_only(compute="bfloat16")), or ' if supports_bfloat16 else ""
+    return (
+        "Numba is not installed, whose compiled loops multiply few rows faster than float: pip install fxq[jit]. "
+        f'Without it, linear layers are faster {bfloat16}with activations in 8 bits, too ("dynamic"). '
+    )
 
 
 def priced_values(

@@ -142,6 +142,8 @@ class Prober:
                 parts.append(_shape(step.about))
             elif is_op(step, "dequantize", "quantize") and (grid := options_of(step))["axis"] is None:
                 parts.append(f"{'at 0' if grid['zero_point'] == 0 else 'shifted'} {grid['qmin']}..{grid['qmax']}")
+        plan = info(region.node).plan
+        parts += [plan.compute] if plan is not None and plan.compute != "float32" else []
         split = [f"after {ops} ops"] if ops is not None else []
         return " ".join([*parts, "to", *map(_shape, map(info, region.outputs)), *split])
 

@@ -13,7 +13,7 @@ from fxq.display.tables import duration
 from fxq.graph.precision import LayerKind, Precision
 from fxq.ops.table import META
 from fxq.quant.dynamic_grid import Grid
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import Compute, TensorSpec
 
 DecisionKind = Literal[
     "unsupported",
@@ -119,6 +119,7 @@ class Plan:
             smaller first, `fallback` takes the faster. Empty: all ops.
         exact: for a float op, whether it reads its inputs as they were before quantization.
         cost: time in either precision, if `fallback` priced it.
+        compute: "bfloat16" if a weight-only layer may compute in it, see `QuantConfig.compute`.
     """
 
     decision: Decision
@@ -132,6 +133,7 @@ class Plan:
     exact: bool = False
     overflows: bool = False
     state_scale: float | None = None
+    compute: Compute = "float32"
 
     @property
     def precision(self) -> Precision:

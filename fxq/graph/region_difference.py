@@ -62,6 +62,7 @@ def difference(
     expected: Sequence[RegionOutput],
     got: Any,
     limits: Tolerances,
+    rounded: list[RegionOutput] | None = None,
 ) -> str | None:
     """Difference between a kernel's result and its region beyond rounding, as text; None if there is none.
 
@@ -86,12 +87,15 @@ def difference(
         expected: outputs of the region for these inputs.
         got: result of the kernel.
         limits: the tolerances.
+        rounded: outputs of the region with the roundings of a kernel that computes in less than float32; `got` may be
+            as far from `expected` as these are, see `Kernel.rounded_result`.
     """
     outputs = got if len(expected) > 1 and isinstance(got, tuple) else (got,)
     if len(outputs) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
     rounds_once = region.calls and not region.calls[0].rounds_its_state
     runs = [] if rounds_once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
+    runs += [] if rounded is None else [rounded]
     for i, (want, value) in enumerate(zip(expected, outputs, strict=True)):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
         if why is not None:

@@ -12,6 +12,7 @@ from fxq.errors import RecipeError, unknown
 PER = ("tensor", "channel", "row")
 Range = Literal["calibrated", "dynamic", "fixed", "learned"]
 Format = Literal["integer", "float16"]
+Compute = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ class QuantConfig:
             the range of activations is, else "dynamic". A range that would be wrong is replaced by a dynamic one: a
             calibrated range for an LSTM with a projection, for an LSTM whose last cell state is read, and where the
             first state is larger than all later ones; a fixed range where the state can leave -1..1.
+        compute: "bfloat16" allows a weight-only linear layer to multiply in bfloat16, where its kernels are faster on
+            this machine: inputs and sums are rounded to 8 bits. "float32" does not.
 
     Example:
         >>> QuantConfig(activation=TensorSpec(observer="minmax")).is_float
@@ -224,8 +227,11 @@ class QuantConfig:
     weight: TensorSpec | None = WEIGHT
     bias: TensorSpec | None = None
     state: TensorSpec | None = DEFAULT_STATE
+    compute: Compute = "float32"
 
     def __post_init__(self) -> None:
+        if self.compute not in get_args(Compute):
+            raise RecipeError(unknown("value of compute in QuantConfig", self.compute, get_args(Compute)))
         if self.state is DEFAULT_STATE:
             is_calibrated = isinstance(self.activation, TensorSpec) and self.is_calibrated
             object.__setattr__(self, "state", STATE if is_calibrated else DYNAMIC_STATE)
@@ -256,12 +262,15 @@ class QuantConfig:
         return fits_int16(self.activation.qmax, self.weight.qmax)
 
     def to_dict(self) -> dict[str, Any] | str:
-        """Plain data for a recipe file: `"float"`, or for each role the spec as a dict, or `"float"`."""
+        """Plain data for a recipe file: `"float"`, or for each role the spec as a dict or `"float"`, and `compute`."""
         if self.is_float and (self.state is None or without_default_state(self).state is None):
             return "float"
         default = QuantConfig(self.activation)
         written = [role for role in ROLES if role in ("activation", "weight") or self.of(role) != default.of(role)]
-        return {role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written}
+        specs: dict[str, Any] = {
+            role: asdict(spec) if (spec := self.of(role)) is not None else "float" for role in written
+        }
+        return specs if self.compute == default.compute else {**specs, "compute": self.compute}
 
     @classmethod
     def from_dict(cls, data: object) -> QuantConfig:
@@ -270,7 +279,8 @@ class QuantConfig:
             return FLOAT
         if not isinstance(data, dict):
             raise RecipeError(f"a quantization config is 'float' or a table with one table per role, not {data!r}.")
-        return cls(**{key: _spec_from_dict(key, value) for key, value in data.items()})
+        specs = {key: _spec_from_dict(key, value) for key, value in data.items() if key != "compute"}
+        return cls(**specs, compute=data.get("compute", "float32"))
 
 
 def without_default_state(config: QuantConfig) -> QuantConfig:
@@ -280,7 +290,7 @@ def without_default_state(config: QuantConfig) -> QuantConfig:
 
 def _spec_from_dict(role: str, value: object) -> TensorSpec | None:
     if role not in ROLES:
-        raise RecipeError(unknown("quantization config key", role, ROLES))
+        raise RecipeError(unknown("quantization config key", role, (*ROLES, "compute")))
     if value == "float":
         return None
     if not isinstance(value, dict):

@@ -13,7 +13,17 @@ import torch
 
 from fxq.backends.base import Backend
 from fxq.errors import RecipeError
-from fxq.quant.spec import ACTIVATION, DEFAULT_STATE, DYNAMIC, TRAINED, WEIGHT, QuantConfig, TensorSpec, weight_spec
+from fxq.quant.spec import (
+    ACTIVATION,
+    DEFAULT_STATE,
+    DYNAMIC,
+    TRAINED,
+    WEIGHT,
+    Compute,
+    QuantConfig,
+    TensorSpec,
+    weight_spec,
+)
 from fxq.recipe.extensions import backend_path
 from fxq.recipe.pipeline import PipelineEdit, preset_optimize
 
@@ -114,14 +124,15 @@ def weight_only(
     bits: int | None = None,
     per: Literal["tensor", "channel"] | int | None = None,
     dtype: torch.dtype | None = None,
+    compute: Compute = "float32",
     **options: Any,
 ) -> Recipe:
     """Weight-only quantization, for size: weights are stored as integers, layers compute in float. Needs no data.
 
     Layers and embeddings dequantize their weights at each call; weights of 4 bits are stored two to a byte. With Numba
     (`fxq[jit]`), linear layers of up to 16 rows, such as for one token of a decoder, are faster than in float; other
-    layers and more rows are as fast or slower. The ledger shows what that costs and saves,
-    and the bits per weight.
+    layers and more rows are as fast or slower. Without Numba, so are these, unless they may compute in bfloat16. The
+    ledger shows what that costs and saves, and the bits per weight.
 
     With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
     have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
@@ -135,6 +146,9 @@ def weight_only(
             memory of 4, those of 5 to 7 bits that of 8.
         per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
         dtype: torch.float16 stores weights as float16 instead of integers.
+        compute: "bfloat16" allows linear layers to multiply up to 16 rows in bfloat16, which rounds inputs and sums to
+            8 bits. Without Numba, this is faster than float32. With Numba, they stay in float32, which is as fast. The
+            ledger shows which layers use it, and why others do not.
         options: as for `static`, without `activation`. `weight` is a full spec, instead of `bits`, `per` and `dtype`.
 
     Raises:
@@ -153,7 +167,8 @@ format='integer')
     if "weight" in options:
         _refuse("weight_only with a weight spec", details, *details)
     weight = options.pop("weight", None) or weight_spec(bits or 8, per, dtype)
-    return replace(static(_cls, activation=None, weight=weight, **options), preset="weight_only")
+    recipe = replace(static(_cls, activation=None, weight=weight, **options), preset="weight_only")
+    return recipe if compute == "float32" else replace(recipe, config=replace(recipe.config, compute=compute))
 
 
 def stored(_cls: type[Recipe], /, **options: Any) -> Recipe:

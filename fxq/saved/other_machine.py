@@ -135,7 +135,9 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
             return f"it raised {type(error).__name__}: {words_of(error)}"
     has_units = len(info(node).lowered.plans) > 1
     pairs = [pair for y in got for pair in zip(tensors(expected), tensors(y), strict=True)]
-    return next((why for why in (_difference(*pair, has_units) for pair in pairs) if why is not None), None)
+    rounded = kernel.rounded_result(*kernel_inputs)
+    rounding = 0.0 if rounded is None else float((expected - rounded).abs().max())
+    return next((why for why in (_difference(*pair, has_units, rounding) for pair in pairs) if why is not None), None)
 
 
 MAX_RANDOM_ELEMENTS = 1 << 28
@@ -147,7 +149,7 @@ def _shapes(node: fx.Node) -> Iterator[tuple[int, ...] | None]:
     yield from (info(node).shape, *(shape for shape, _ in info(node).fused.values))
 
 
-def _difference(expected: Tensor, got: Tensor, has_units: bool) -> str | None:
+def _difference(expected: Tensor, got: Tensor, has_units: bool, rounding: float) -> str | None:
     """Describe a difference between kernel and q/dq form beyond float32 rounding; None if there is none.
 
     Args:
@@ -155,13 +157,14 @@ def _difference(expected: Tensor, got: Tensor, has_units: bool) -> str | None:
         got: output of the kernel.
         has_units: whether the kernel runs several units. Roundings between them may differ by a step, so the mean
             difference is compared instead of the maximum.
+        rounding: error of floats that the kernel rounds to less than float32.
     """
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
         return f"it returns {got.dtype} {list(got.shape)} instead of {expected.dtype} {list(expected.shape)}"
     if not got.numel():
         return None
     real = got.dtype.is_floating_point
-    limit = 1e-3 * float(expected.abs().max()) if real else 1.0
+    limit = 1e-3 * float(expected.abs().max()) + rounding if real else 1.0
     apart = (expected.double() - got.double()).abs()
     error = float(apart.mean() if has_units else apart.max())
     return None if error <= limit else f"it is off by {error:.3g}{'' if real else ' steps'}"

@@ -28,7 +28,7 @@ from fxq.ledger.output_check import rank
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import on_samples
-from fxq.quant.spec import FLOAT, QuantConfig, TensorSpec, weight_spec
+from fxq.quant.spec import FLOAT, TensorSpec, weight_spec
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer, layer_of
@@ -142,7 +142,7 @@ class _Weight:
 
     def with_spec(self, recipe: Recipe, spec: TensorSpec | None) -> Recipe:
         """Recipe in which its layers have this spec for the weight; None: float."""
-        config = FLOAT if spec is None else QuantConfig(None, spec, state=recipe.config.state)
+        config = FLOAT if spec is None else replace(recipe.config, activation=None, weight=spec)
         for selector in dict.fromkeys(selector for layer in self.layers for selector in layer.selectors):
             recipe = recipe.override(selector, config)
         return recipe
@@ -196,7 +196,7 @@ def search_bits(
     score, *others = trials.scores([_recipe(recipe, weights, choice) for choice in choices], executor, advance)
     if others and rank(others[0]) > rank(score):
         chosen, score = choices[1], others[0]
-    rows = tuple(_row(weight, name) for weight, name in zip(weights, chosen, strict=True))
+    rows = tuple(_row(recipe, weight, name) for weight, name in zip(weights, chosen, strict=True))
     bits = sum(row.bits * row.values for row in rows) / total
     uniform_score = others[0] if others else math.nan
     return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, best, uniform_score)
@@ -215,10 +215,11 @@ def _recipe(recipe: Recipe, weights: Sequence[_Weight], chosen: Sequence[str]) -
     return recipe
 
 
-def _row(weight: _Weight, name: str) -> WeightBits:
+def _row(recipe: Recipe, weight: _Weight, name: str) -> WeightBits:
     first, spec = weight.layers[0], SPECS[name]
     selectors = dict.fromkeys(selector for layer in weight.layers for selector in layer.selectors)
     code = "dtype=torch.float16" if spec.format == "float16" else f"bits={spec.bits}, per={spec.per!r}"
+    code += "" if recipe.config.compute == "float32" else f", compute={recipe.config.compute!r}"
     line = "recipe" + "".join(f".override({s}, fxq.Recipe.weight_only({code}).config)" for s in selectors)
     bits = 8 * weight.sizes[name] / weight.values
     return WeightBits(first.name, first.path, first.op, name, bits, weight.values, weight.sqnr, line)

@@ -110,6 +110,8 @@ def test_nothing_is_said_of_integer_weights_that_make_little_difference(kept, ot
 def test_the_warning_names_compiled_loops_where_they_are_missing(numba, monkeypatch):
     monkeypatch.setattr("fxq.backends.loops.code.compiler.installed", lambda: numba)
     assert ("pip install fxq[jit]" in slower_for_size(KEPT, 3e-3)) == (numba == "none")
+    assert ('weight_only(compute="bfloat16")' in slower_for_size(KEPT, 3e-3, [a])) == (numba == "none")
+    assert "bfloat16" not in slower_for_size(KEPT, 3e-3)
 
 
 def test_conversions_may_be_what_loses():

@@ -11,10 +11,15 @@ from torch import Tensor, fx
 
 from fxq.backends.base import Backend, Support
 from fxq.backends.kernel import Kernel, refuse
+from fxq.backends.loops.code import compiler
+from fxq.backends.plain.bfloat16_linear import BFloat16Linear, bfloat16_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
+from fxq.backends.plain.few_rows import MAX_ROWS
+from fxq.backends.plain.few_rows import refused as few_rows_refused
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
+from fxq.backends.plain.weight_only import WeightOnlyEmbedding, WeightOnlyKernel, WeightOnlyLinear
 from fxq.backends.table.kernel_table import (
     QUANTIZING_KERNELS,
     KernelRequest,
@@ -25,6 +30,7 @@ from fxq.backends.table.kernel_table import (
 )
 from fxq.errors import BackendError, InputError
 from fxq.graph.grid import grid_of
+from fxq.graph.info import Plan, info
 from fxq.graph.query import CONVERSIONS, argument, constant, dynamic_grid_ops, is_op, options_of, values_of
 from fxq.graph.region import (
     Region,
@@ -261,11 +267,30 @@ def _weight_only(gm: fx.GraphModule, region: Region) -> Kernel | None:
             constants[name] = value
         elif isinstance(read, fx.Node):
             activations[name] = read
+    kind, note = _with_compute(info(region.node).plan, kind, weights)
     kernel = kind.of(call, tuple(activations), weights, constants)
+    kernel.note = note
     inputs = tuple(activations.values())
     if inputs != region.inputs:
         kernel.reads = tuple(map(region.inputs.index, inputs))
     return kernel
+
+
+def _with_compute(
+    plan: Plan | None, kind: type[WeightOnlyKernel], weights: Mapping[str, StoredWeight]
+) -> tuple[type[WeightOnlyKernel], str]:
+    """Class of the kernel of a weight-only layer, and a note for the ledger if its plan allows bfloat16."""
+    if plan is None or plan.compute == "float32" or kind is WeightOnlyEmbedding:
+        return kind, ""
+    if kind is not WeightOnlyLinear:
+        return kind, "computes in float32: only linear layers have a kernel in bfloat16"
+    weight = weights["weight"]
+    if compiler.loops("few_rows_loops") is not None and few_rows_refused(weight) is None:
+        return kind, "computes in float32: with Numba's loops, bfloat16 is not faster"
+    refusal = bfloat16_refused(weight)
+    if refusal is not None:
+        return kind, f"computes in float32: {refusal}"
+    return BFloat16Linear, f"computes up to {MAX_ROWS} rows in bfloat16, more in float32"
 
 
 def _own_weight_only_kernel(gm: fx.GraphModule, region: Region, match: RowMatch) -> Kernel:
