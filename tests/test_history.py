@@ -70,9 +70,9 @@ def test_the_newest_run_is_on_the_page():
 
 
 def test_a_run_is_one_table_with_a_column_for_each_quantity():
-    other = dataclasses.replace(RUN, quantity="time", value=12.5, unit="us")
+    timed = dataclasses.replace(RUN, quantity="time", value=12.5, unit="us")
     single = dataclasses.replace(RUN, case="mul", quantity="error", value=None, unit="steps")
-    text = measured_page.page([RUN, other, single])
+    text = measured_page.page([RUN, timed, single])
     assert "| case | times faster | time, us |\n|---|---|---|\n| add, 8 x 8 | 2 | 12.5 |\n" in text
     assert text.endswith("| case | error, steps |\n|---|---|\n| mul | |\n")
 
