@@ -27,6 +27,15 @@ def test_the_page_is_written_from_the_rows():
     assert list(ROWS) == [key for key in EXHIBITS if key in ROWS] and len(ROWS) > 0
 
 
+def test_the_page_names_the_vector_extensions_of_a_row():
+    saturating = {"CPU": "EPYC", "vectors": "AVX2", "VNNI": "no: 16-bit sums", "AMX": "no"}
+    assert gallery_page.cpu(saturating) == "EPYC, AVX2 without VNNI"
+    assert (
+        gallery_page.cpu({**saturating, "vectors": "AVX512", "VNNI": "yes", "AMX": "yes"})
+        == "EPYC, AVX512 with VNNI, AMX"
+    )
+
+
 def test_every_network_has_a_small_picture():
     pictures = {path.stem: path.stat().st_size for path in (FOLDER / "static" / "gallery").glob("*.png")}
     assert pictures.keys() == ROWS.keys() and sum(pictures.values()) < 2**20
