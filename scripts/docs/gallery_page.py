@@ -48,7 +48,7 @@ def page(exhibits: Mapping[str, Any]) -> str:
             table(exhibit["rows"]),
             *filter(None, [exhibit["note"]]),
             *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
-            *(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
+            *dict.fromkeys(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
         ]
         if (FOLDER / "static" / "gallery" / f"{key}.png").exists():
             parts.append(f"![{exhibit['shows']}](static/gallery/{key}.png)\n\n{exhibit['shows']}")
