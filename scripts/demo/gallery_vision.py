@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 import fxq
@@ -252,87 +252,6 @@ def matches_found(subject: Subject, a: Sequence[Any], b: Sequence[Any]) -> Image
             ImageDraw.Draw(image).line([*start, end[0] + 320, end[1]], fill=colour)
         images.append(image.resize((480, 240)))
     return beside(images)
-
-
-# ---- texts
-
-WORDS = (
-    "Lisbon",
-    "quantize",
-    "harbour 42",
-    "Nov 27 2026",
-    "open door",
-    "INVOICE",
-    "total 19.90",
-    "Gate B7",
-    "thank you",
-)
-
-
-def lines(count: int, seed: int) -> list[tuple[str, Tensor]]:
-    """Drawn texts with their pictures (1, 3, 48, 320) from -1 to 1."""
-    draw_from = np.random.default_rng(seed)
-    drawn = []
-    for i in range(count):
-        word = f"{WORDS[(i + seed) % len(WORDS)]} {int(draw_from.integers(100))}"
-        shade = int(draw_from.integers(150, 256))
-        image = Image.new("RGB", (320, 48), (shade, shade, shade))
-        font = ImageFont.load_default(size=int(draw_from.integers(24, 36)))
-        ImageDraw.Draw(image).text((6, 4), word, fill=(int(draw_from.integers(90)),) * 3, font=font)
-        values = pixels(image) + torch.from_numpy(draw_from.normal(0, 12, (3, 48, 320)).astype(np.float32))
-        drawn.append((word, (values.clamp(0, 255) / 127.5 - 1)[None]))
-    return drawn
-
-
-def recognizer() -> Path:
-    """The file of PP-OCRv4's recognizer."""
-    return package("rapidocr_onnxruntime") / "models" / "ch_PP-OCRv4_rec_infer.onnx"
-
-
-def reader(path: Path) -> Callable[[Tensor], list[str]]:
-    """Function of the recognizer's output that returns the texts: the likeliest letters, no repetitions, no spaces."""
-    import onnx
-
-    about = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
-    letters = ["", *about["character"].split("\n"), " "]
-
-    def read(output: Tensor) -> list[str]:
-        rows = output.argmax(-1).tolist()
-        texts = ["".join(letters[k] for k, last in zip(row, [0, *row], strict=False) if k != last) for row in rows]
-        return ["".join(text.split()) for text in texts]
-
-    return read
-
-
-def texts(folders: Sequence[Path], count: int) -> Subject:
-    """The recognizer of PP-OCRv4: calibrated on 24 drawn texts, judged on 60 others."""
-    path = recognizer()
-    model = fxq.read_onnx(path, sizes={"x.2": 48})  # it is for this height alone
-    data = [(x,) for _, x in lines(24, seed=0)]
-    judged = lines(60, seed=1)
-
-    read = reader(path)
-    metric = fxq.task_metrics.text(model, [x for _, x in judged], read)
-
-    def judge(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
-        right = sum(read(y)[0] == word.replace(" ", "") for y, (word, _) in zip(b, judged, strict=True))
-        agreement = metric.score(b, a)
-        return {"texts right, %": 100 * right / len(judged), "letters as in float, %": 100 * agreement}
-
-    part = FilePart(model, data[0], data, path)
-    return Subject("PP-OCRv4 recognizer", [part], lambda calls: [calls[0](x) for _, x in judged], judge)
-
-
-def texts_read(subject: Subject, a: Sequence[Tensor], b: Sequence[Tensor]) -> Image.Image:
-    """Texts with what is read in float (red) and in int8 (blue)."""
-    rows, read = lines(60, seed=1)[:6], reader(recognizer())
-    image = Image.new("RGB", (700, 52 * len(rows)), "white")
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=18)
-    for i, (_, x) in enumerate(rows):
-        image.paste(as_image((x[0] + 1) * 127.5), (0, 52 * i))
-        for y, colour, left in ((a[i], FLOAT_COLOUR, 335), (b[i], INT8_COLOUR, 520)):
-            draw.text((left, 52 * i + 12), read(y)[0], fill=colour, font=font)
-    return image
 
 
 # ---- larger pictures

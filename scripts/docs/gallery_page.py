@@ -44,15 +44,27 @@ def page(exhibits: Mapping[str, Any]) -> str:
         versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "onnxruntime", "nncf"))
         parts += [
             f"## {exhibit['name']}",
-            f"{exhibit['source']} {about['CPU']}; {versions}.",
+            f"{exhibit['source']} {cpu(about)}; {versions}.",
             table(exhibit["rows"]),
             *filter(None, [exhibit["note"]]),
             *(f"{row['tool']} fails: {row['why']}" for row in exhibit["rows"] if "why" in row),
-            *(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
+            *dict.fromkeys(IN_FILE[row["same_in_file"]] for row in exhibit["rows"] if "same_in_file" in row),
         ]
         if (FOLDER / "static" / "gallery" / f"{key}.png").exists():
             parts.append(f"![{exhibit['shows']}](static/gallery/{key}.png)\n\n{exhibit['shows']}")
     return "\n\n".join(parts) + "\n"
+
+
+def cpu(machine: Mapping[str, str]) -> str:
+    """CPU of a row with its vector extensions, which decide what is fast.
+
+    Example:
+        >>> cpu({"CPU": "AMD EPYC", "vectors": "AVX512", "VNNI": "yes", "AMX": "no"})
+        'AMD EPYC, AVX512 with VNNI'
+    """
+    vnni = "with" if machine["VNNI"].startswith("yes") else "without"
+    amx = ", AMX" if machine["AMX"].startswith("yes") else ""
+    return f"{machine['CPU']}, {machine['vectors']} {vnni} VNNI{amx}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
