@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ def synthetic(
     model: nn.Module,
     shape: Sequence[int],
     *,
+    bounds: tuple[float, float] | None = None,
     batches: int = 4,
     steps: int = 60,
     learning_rate: float = 0.1,
@@ -31,12 +33,18 @@ def synthetic(
     the means and variances that the batch norms recorded in training (Haroush et al. 2020, "The Knowledge Within:
     Methods for Data-Free Model Compression", section 3). Real data gives better ranges; a warning says so.
 
+    Pass `bounds` for images, whose pixels have a smallest and a largest value. Without them, single values become far
+    larger than those of real images, so that the grid of the input is coarse.
+
     Args:
         model: float model in eval mode that takes one tensor. It is not changed.
         shape: shape of a batch, such as `(8, 3, 224, 224)`.
+        bounds: smallest and largest value of real inputs, such as those of black and white after normalization. No
+            value of the batches is beyond them. Default: no bounds.
         batches: number of batches.
         steps: steps of gradient descent for each batch.
-        learning_rate: learning rate of Adam, in units of the inputs, whose standard deviation starts at 1.
+        learning_rate: learning rate of Adam, in standard deviations of the noise. The noise has standard deviation 1,
+            or with `bounds` a quarter of their distance.
         seed: seed of the noise.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
@@ -45,11 +53,12 @@ def synthetic(
 
     Raises:
         InputError: the model has no batch norm with recorded statistics, is in train mode, does not compute batches of
-            this shape, or its batch norms do not depend on the batch.
+            this shape, its batch norms do not depend on the batch; or `bounds` are not two finite
+            numbers in ascending order.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-        >>> data = synthetic(model, (2, 3, 8, 8), batches=2, steps=3)
+        >>> data = synthetic(model, (2, 3, 8, 8), bounds=(0, 1), batches=2, steps=3)
         >>> [tuple(batch.shape) for batch in data]
         [(2, 3, 8, 8), (2, 3, 8, 8)]
     """
@@ -58,6 +67,8 @@ def synthetic(
         raise InputError(f"shape is {shape}, not the shape of a batch such as (8, 3, 224, 224).")
     if batches < 1 or steps < 0:
         raise InputError(f"batches is {batches} and steps is {steps}: at least 1 batch and 0 steps.")
+    if bounds is not None:
+        _check_bounds(bounds)
     if model.training:
         raise InputError("the model is in train mode, so that its statistics would change: call model.eval() first.")
     with torch.inference_mode(False):
@@ -71,12 +82,30 @@ def synthetic(
     warn(
         "the calibration data is synthetic: it matches the statistics of the batch norms, but real data, even a "
         "few batches, gives better ranges."
+        + ("" if bounds is not None else " If real inputs have a smallest and a largest value, pass them as bounds.")
     )
+    low, high = (-math.inf, math.inf) if bounds is None else bounds
+    center, deviation = (0.0, 1.0) if bounds is None else ((low + high) / 2, (high - low) / 4)
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False), progress_bar("synthetic data", batches * steps, progress) as advance:
         return [
-            _matched(network, norms, _noise(shape, generator), steps, learning_rate, advance) for _ in range(batches)
+            _matched(
+                network,
+                norms,
+                (center + deviation * _noise(shape, generator)).clamp(low, high),
+                (low, high),
+                steps,
+                learning_rate * deviation,
+                advance,
+            )
+            for _ in range(batches)
         ]
+
+
+def _check_bounds(bounds: Sequence[float]) -> None:
+    """Raise `InputError` if bounds are not two finite numbers in ascending order."""
+    if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
+        raise InputError(f"bounds is {bounds}, not the smallest and the largest value of inputs such as (0, 1).")
 
 
 def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -92,9 +121,15 @@ def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _matched(
-    network: nn.Module, norms: Sequence[Any], start: Tensor, steps: int, learning_rate: float, advance: Any
+    network: nn.Module,
+    norms: Sequence[Any],
+    start: Tensor,
+    bounds: tuple[float, float],
+    steps: int,
+    learning_rate: float,
+    advance: Any,
 ) -> Tensor:
-    """Batch after gradient descent on the distance of its statistics from those of the batch norms."""
+    """Batch within `bounds` after gradient descent on the distance of its statistics from those of the batch norms."""
     losses: list[Tensor] = []
 
     def record(norm: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -130,6 +165,8 @@ def _matched(
                     )
             batch.grad = torch.autograd.grad(total, batch)[0]
             optimizer.step()
+            with torch.no_grad():
+                batch.clamp_(*bounds)
             advance()
     finally:
         for hook in hooks:

@@ -70,6 +70,26 @@ def test_ranges_come_close_to_those_of_real_data():
     assert sqnr["synthetic"] > sqnr["real"] - 10
 
 
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_values_of_images_stay_within_the_bounds():
+    low, high = -3.0, 5.0
+    data = fxq.synthetic(network(), (8, 3, 16, 16), bounds=(low, high), batches=2, steps=40)
+    assert all(low <= float(batch.min()) and float(batch.max()) <= high for batch in data)
+    assert distance(network(), data[0]) < 0.1  # in standard deviations
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_bounds_of_inputs_that_are_no_images():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).eval()
+    (batch,) = fxq.synthetic(model, (256, 6), bounds=(0, 1), batches=1, steps=3)
+    assert float(batch.min()) >= 0 and float(batch.max()) <= 1
+
+
+def test_a_warning_advises_bounds():
+    with pytest.warns(fxq.FxqWarning, match="pass them as bounds"):
+        fxq.synthetic(network(), (2, 3, 16, 16), batches=1, steps=0)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_are_computed_where_they_are_off(mode):
     model = network()
@@ -87,6 +107,9 @@ def test_refusals():
         fxq.synthetic(network(), (3,))
     with pytest.raises(fxq.InputError, match=r"at least 1 batch"):
         fxq.synthetic(network(), (2, 3, 16, 16), batches=0)
+    for bounds in ((1, 0), (0, float("inf")), (float("nan"), 1), (0, 1, 2)):
+        with pytest.raises(fxq.InputError, match=r"bounds is .*, not the smallest and the largest value"):
+            fxq.synthetic(network(), (2, 3, 16, 16), bounds=bounds)
     unused = nn.Linear(3, 3).eval()
     unused.norm = nn.BatchNorm1d(3).eval()
     with pytest.raises(fxq.InputError, match=r"calls none of its batch norms"):
