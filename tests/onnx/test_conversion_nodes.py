@@ -17,7 +17,7 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.packing import pack
+from fxq.quant.packing import Packing
 from fxq.quant.spec import TensorSpec
 from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
@@ -184,7 +184,7 @@ def test_one_scale_beside_two_zero_points():
             with_grid("quantize", VALUES, torch.ones(4), 0, axis=1, qmax=100), [VALUES],
             "several grids that do not use all integers of their dtype",
         ),
-        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "in pairs into bytes"),
+        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "packed into bytes"),
     ],
 )  # fmt: skip
 def test_refusals(gm, inputs, reason):

@@ -17,7 +17,7 @@ from fxq.backends.plain import weight_only
 from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
 from fxq.common.metrics import nbytes
 from fxq.errors import InputError
-from fxq.quant.packing import pack
+from fxq.quant.packing import Packing
 from fxq.quant.qparams import dequantize
 from tests.support.processes import in_new_python
 
