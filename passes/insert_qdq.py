@@ -45,8 +45,8 @@ class InsertQdq(Pass):
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b); weight-only: conv2d(x, dequantize(w_int8), b)
     Also: packs weights of at most 6 bits of weight-only layers, and stores their scales of blocks in float16.
-    Requantizes inputs of an op that only moves values to the grid of its result. Sets the grid of a recurrent layer's state as options of its op. Hidden states are passed
-    to other recurrent layers, and returned by the model, in float.
+    Requantizes inputs of an op that only moves values to the grid of its result. Sets the grid of a recurrent layer's
+    state as options of its op. Hidden states are passed to other recurrent layers, and returned by the model, in float.
     Keeps: the output up to rounding to the grids. The result is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """

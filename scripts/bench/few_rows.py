@@ -42,14 +42,15 @@ FORMS: dict[str, tuple[int, int | None, bool]] = {
 def random_layer(outputs: int, columns: int, form: tuple[int, int | None, bool]) -> WeightOnlyLinear:
     """Weight-only layer with random integers."""
     bits, block, with_zero = form
-    values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, columns), dtype=torch.int8)
-    packing = Packing.of_grid(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, (columns,))
+    limit = 2 ** (bits - 1)
+    values = torch.randint(-limit, limit, (outputs, columns), dtype=torch.int8)
+    packing = Packing.of_grid(-limit, limit - 1, (columns,))
     shape = (outputs,) if block is None else (outputs, -(-columns // block))
     return WeightOnlyLinear(
         op="linear", settings={}, axis=0 if block is None else 1, block=block,
         **packing_options(packing, [(columns,)]), weight=values if packing is None else packing.pack(values),
         weight_scale=torch.rand(shape) * 1e-2,
-        weight_zero_point=torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, dtype=torch.int32) if with_zero else None,
+        weight_zero_point=torch.randint(-limit, limit, shape, dtype=torch.int32) if with_zero else None,
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ class FewRowsProduct:
 
 
 def _bytes_as_read(stored: StoredWeight) -> int:
-    """Bytes of a row of a weight where its chunks are read: values of other widths than 4 bits are unpacked to bytes."""
+    """Bytes of a row of a weight as chunks read it: packed values of other widths than 4 bits are unpacked first."""
     packing = stored.packing
     return stored.values.shape[1] if packing is None or packing.bits == 4 else packing.count
 

@@ -22,6 +22,7 @@ from fxq.quant.packing import Packing
 
 pytestmark = pytest.mark.any_cpu
 
+WIDTHS = (2, 3, 4, 5, 6, 8)
 EXACT = {"rtol": 0.0, "atol": 0.0}
 LOOPS = loops("few_rows_loops")
 needs_numba = pytest.mark.skipif(LOOPS is None, reason="needs Numba")
@@ -58,7 +59,7 @@ def product(x, weight, bias=None):
 @needs_numba
 @settings(max_examples=36, deadline=None)
 @given(
-    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
     with_bias=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
@@ -109,7 +110,7 @@ def integers(rows, columns, per_row=True):
 @needs_numba
 @settings(max_examples=36, deadline=None)
 @given(
-    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
     with_bias=st.booleans(), per_row=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
@@ -174,7 +175,10 @@ def quantized(rows, columns=160, **options):
     return qmodel
 
 
-RECIPES = {"int8": {}, "int4": {"bits": 4}, "int3": {"bits": 3}, "int6": {"bits": 6}, "groups of 32": {"bits": 4, "per": 32}, "int8 groups": {"per": 32}}
+RECIPES = {
+    "int8": {}, "int4": {"bits": 4}, "int3": {"bits": 3}, "int6": {"bits": 6},
+    "groups of 32": {"bits": 4, "per": 32}, "int8 groups": {"per": 32},
+}  # fmt: skip
 
 
 @needs_numba
@@ -289,7 +293,7 @@ def test_a_small_product_runs_on_one_thread(monkeypatch):
 @needs_numba
 @settings(max_examples=27, deadline=None)
 @given(
-    columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from([2, 3, 4, 5, 6, 8]), signed=st.booleans(),
+    columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from(WIDTHS), signed=st.booleans(),
     per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed):

@@ -22,9 +22,7 @@ def stored(weight, spec, axis):
     values, packing = quantize(weight, qp), Packing.of_grid(qp.qmin, qp.qmax, tuple(weight.shape[1:]))
     assert (packing is None) == (spec.bits > 6)
     zero = qp.zero_point.to(qp.dtype) if bool(qp.zero_point.any()) else None
-    kept = StoredWeight(
-        values if packing is None else packing.pack(values), qp.scale, zero, qp.axis, qp.block, packing
-    )
+    kept = StoredWeight(values if packing is None else packing.pack(values), qp.scale, zero, qp.axis, qp.block, packing)
     return kept, values, qp
 
 

@@ -18,7 +18,7 @@ _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
 UNPACKED = 16
-"""UNPACKED + bits is the kind of weights packed with other widths. Their rows are unpacked to uint8 where they are used."""
+"""UNPACKED + bits is the kind of weights packed with another width. Rows are unpacked to uint8 where they are read."""
 
 
 def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
@@ -49,7 +49,7 @@ _one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.
 
 @helper
 def _as_read(kind, row_bytes, columns):
-    """Width of values that are unpacked first, or 0; kind and bytes of the rows of the weight as the tiles read them."""
+    """Width of values that are unpacked first, or 0; kind, and bytes of a row of the weight, as tiles read them."""
     return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
 
 
@@ -133,6 +133,24 @@ def _sum_integers(x, columns, block, factor, flip, out):
 
 
 @helper
+def _run_tile(kind, few, many_rows, many_columns, of_integers):
+    """Compute the results of one tile."""
+    if of_integers:
+        if many_rows:
+            _rows_int(kind, few)
+        elif many_columns:
+            _row_int(kind, few)
+        else:
+            _one_int(kind, few)
+    elif many_rows:
+        _rows(kind, few)
+    elif many_columns:
+        _row(kind, few)
+    else:
+        _one(kind, few)
+
+
+@helper
 def _compute(
     x, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind, rows,
     outputs, row_bytes, span, scales, first, end,
@@ -159,19 +177,7 @@ def _compute(
                     scale + 4 * scales * c, scales, offset + 4 * scales * c,
                     bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs, grids + 8 * r, ones + 4 * c,
                 )  # fmt: skip
-                if grids:
-                    if is_many:
-                        _rows_int(kind, few)
-                    elif count > 1:
-                        _row_int(kind, few)
-                    else:
-                        _one_int(kind, few)
-                elif is_many:
-                    _rows(kind, few)
-                elif count > 1:
-                    _row(kind, few)
-                else:
-                    _one(kind, few)
+                _run_tile(kind, few, is_many, count > 1, grids != 0)
             r += MANY_ROWS if is_many else 1
         column += count
     unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used

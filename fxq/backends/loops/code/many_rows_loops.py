@@ -61,11 +61,8 @@ def _unpack8(weight, row_bytes, count, out):
 
 
 @helper
-def _unpack(bits, weight, row_bytes, count, zeros, block, of_row, out):
-    """Write `count` rows of values packed with other widths without their zero points to `out`, int32 (words, COLUMNS).
-
-    `of_row` is scratch memory, int32 (words,).
-    """
+def _unpack_other(bits, weight, row_bytes, count, zeros, block, of_row, out):
+    """Do what `_unpack4` does, for packed values of other widths. `of_row` is scratch memory, int32 (words,)."""
     words = len(of_row)
     for c in range(count):
         unpack_row(bits, weight + row_bytes * c, 4 * words, _address(of_row))
@@ -73,6 +70,17 @@ def _unpack(bits, weight, row_bytes, count, zeros, block, of_row, out):
             zero = np.int64(zeros[c, 4 * first // block])
             for w in range(first, min(first + _WORDS, words)):
                 out[w, c] = np.int32(_less(np.int64(of_row[w]) & 0xFFFFFFFF, zero))
+
+
+@helper
+def _unpack(kind, weight, row_bytes, count, zeros, block, of_row, out):
+    """Write `count` rows of a weight without their zero points to `out`, int32 (words, COLUMNS)."""
+    if kind >= UNPACKED:
+        _unpack_other(kind - UNPACKED, weight, row_bytes, count, zeros, block, of_row, out)
+    elif kind >= SIGNED4:
+        _unpack4(weight, row_bytes, count, 0x88888888 if kind == SIGNED4 else 0, zeros, block, out)
+    else:
+        _unpack8(weight, row_bytes, count, out)
 
 
 class PartField(IntEnum):
@@ -139,14 +147,7 @@ def many_integers_part(part, _count, call):
             for k in range(scales):
                 numbers[k, c] = scale[column + c, k]
             numbers[scales, c], numbers[scales + 1, c] = ones[column + c], bias[column + c]
-        if kind >= UNPACKED:
-            first_row, bits = weight + row_bytes * column, kind - UNPACKED
-            _unpack(bits, first_row, row_bytes, count, zeros[column:], block, of_row, unpacked)
-        elif kind >= SIGNED4:
-            flip = 0x88888888 if kind == SIGNED4 else 0
-            _unpack4(weight + row_bytes * column, row_bytes, count, flip, zeros[column:], block, unpacked)
-        else:
-            _unpack8(weight + row_bytes * column, row_bytes, count, unpacked)
+        _unpack(kind, weight + row_bytes * column, row_bytes, count, zeros[column:], block, of_row, unpacked)
         target, target_bytes = out + 4 * column, 4 * outputs
         for first in range(0, rows, ROWS):
             r = min(first, rows - ROWS)  # the last tile may compute rows of the one before again
@@ -164,4 +165,4 @@ def many_integers_part(part, _count, call):
                 results = carray(floats(out + 4 * (outputs * (r + i) + column)), count)
                 for c in range(count):
                     results[c] = scratch[i, c]
-    unpacked[0, 0], scratch[0, 0], numbers[0, 0], grids[0, 0], of_row[0] = 0, 0, 0, 0, 0  # keeps them alive, as addresses are used
+    unpacked[0, 0], scratch[0, 0], numbers[0, 0], grids[0, 0] = of_row[0], 0, 0, 0  # keeps all alive until here
