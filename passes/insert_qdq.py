@@ -30,7 +30,7 @@ from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import UNREAD
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
-from fxq.quant.packing import BITS, pack
+from fxq.quant.packing import Packing
 from fxq.quant.qparams import QParams, quantize, scale_dtype
 from fxq.quant.stored_grids import stored_grid
 from fxq.recipe.pass_base import Pass, Stage
@@ -44,10 +44,9 @@ class InsertQdq(Pass):
 
     Before: conv2d(observer(x), w, b)
     After: conv2d(dequantize(quantize(x)), dequantize(w_int8), b); weight-only: conv2d(x, dequantize(w_int8), b)
-    Also: packs weights of at most 4 bits, two values to a byte, and stores scales of blocks of weight-only layers in
-    float16. Requantizes inputs of an op that only moves values to
-    the grid of its result. Sets the grid of a recurrent layer's state as options of its op. Hidden states are passed
-    to other recurrent layers, and returned by the model, in float.
+    Also: packs weights of at most 6 bits of weight-only layers, and stores their scales of blocks in float16.
+    Requantizes inputs of an op that only moves values to the grid of its result. Sets the grid of a recurrent layer's
+    state as options of its op. Hidden states are passed to other recurrent layers, and returned by the model, in float.
     Keeps: the output up to rounding to the grids. The result is the portable reference: exact, on any device.
     Source: Jacob et al. 2018, section 2.
     """
@@ -224,7 +223,8 @@ def _convert_weight(
     assert tensor is not None and isinstance(qp, QParams)  # choose-grids has seen it
     name = str(weight.target).removeprefix("fxq_data.").replace(".", "_")
     weight_only = all(is_weight_only(user, calls_of(rewriter.gm, user)) for user in readers)
-    packs = weight_only and qp.dtype != torch.float16 and qp.qmax - qp.qmin < 2**BITS
+    is_packed = weight_only and qp.dtype != torch.float16
+    packing = Packing.of_grid(qp.qmin, qp.qmax, tuple(tensor.shape[1:])) if is_packed else None
     stored_scale = qp.scale
     if weight_only and qp.block is not None:
         own = stored_grid(tensor)
@@ -233,14 +233,14 @@ def _convert_weight(
     qp = replace(qp, scale=stored_scale.float())
     # the spec does not determine the grid: reduce_range may apply to some layers only, and trained scales differ
     grids = tuple(t.cpu().numpy().tobytes() for t in (qp.scale, qp.zero_point))
-    key = (id(tensor), edge.spec, edge.axis, qp.bits, packs, grids)
+    key = (id(tensor), edge.spec, edge.axis, qp.bits, packing, grids)
     if key not in stored:
-        stored[key] = _stored_tensors(tensor.detach(), qp, stored_scale, packs)
+        stored[key] = _stored_tensors(tensor.detach(), qp, stored_scale, packing)
     values, scale, zero_point = stored[key]
-    kind = "float16" if values.dtype == torch.float16 else "int4" if packs else "int8"
+    kind = "float16" if values.dtype == torch.float16 else f"int{8 if packing is None else packing.bits}"
     grid: dict[str, Any] = {"qmin": qp.qmin, "qmax": qp.qmax, "axis": qp.axis, "block": qp.block}
     grid |= {"scale": qp.s, "zero_point": qp.z} if qp.axis is None else {"zero_point": 0}
-    grid |= {"packed": tuple(tensor.shape[1:])} if packs else {}
+    grid |= {} if packing is None else {"packed": packing.row, "bits": packing.bits}
     integers = last = rewriter.constant(values, f"{name}_{kind}", before=weight.next)
     if qp.axis is not None:
         grid["scale"] = last = rewriter.constant(scale, f"{name}_scale", before=last.next)
@@ -253,10 +253,12 @@ def _convert_weight(
     rewriter.reroute(weight, dq, only=lambda user: user in readers)
 
 
-def _stored_tensors(weight: Tensor, qp: QParams, scale: Tensor, packs: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of a weight in its integer form, two to a byte with `packs`; its scales; its zero points."""
+def _stored_tensors(
+    weight: Tensor, qp: QParams, scale: Tensor, packing: Packing | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of a weight in its integer form, packed if there is a packing; its scales; its zero points."""
     values = weight.to(torch.float16) if qp.dtype == torch.float16 else quantize(weight, qp)
     dtype = torch.int32 if qp.block is None else qp.dtype  # groups have many zero points: small ones save memory
     dtype = torch.float32 if qp.zero_point.is_floating_point() else dtype
     device = weight.device
-    return pack(values) if packs else values, scale.to(device), qp.zero_point.to(device, dtype)
+    return values if packing is None else packing.pack(values), scale.to(device), qp.zero_point.to(device, dtype)

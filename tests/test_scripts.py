@@ -182,8 +182,9 @@ def test_bench_kernels_has_a_row_for_every_other_way():
 @pytest.mark.slow
 def test_bench_few_rows_has_a_row_for_every_form_of_weight():
     options = ("--layers", "1", "--outputs", "64", "--columns", "128", "--seconds", "0.01")
-    rows = run("bench.few_rows", *options).splitlines()[-5:]
-    assert [row.split()[0] for row in rows] == ["int8"] + ["int4"] * 4
+    rows = run("bench.few_rows", *options).splitlines()[-16:]
+    names = ["int8", *["int4"] * 4, "int2", "int3", "int6"]
+    assert [row.split()[0] for row in rows] == [name for name in names for _ in range(2)]
     assert all(row.split()[-2].endswith("%") and float(row.split()[-1]) > 0 for row in rows)
 
 

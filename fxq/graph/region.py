@@ -26,7 +26,7 @@ from fxq.graph.query import (
 from fxq.graph.unit import Calls, calls_of
 from fxq.ops.table import META
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
-from fxq.quant.packing import unpack
+from fxq.quant.packing import Packing
 from fxq.quant.qparams import QParams
 
 
@@ -35,24 +35,24 @@ class Weight:
     """An integer or float16 weight of the qdq graph.
 
     Attributes:
-        stored: the stored values: int8 or uint8 integers, 4-bit integers packed two to a byte (uint8), or float16.
+        stored: the stored values: int8 or uint8 integers, integers packed into bytes (uint8), or float16.
         qparams: grid of the weight.
-        packed: shape of one entry of the first axis if the values are packed, else None.
+        packing: form of packed values; None if they are not packed.
     """
 
     stored: Tensor
     qparams: QParams
-    packed: tuple[int, ...] | None = None
+    packing: Packing | None = None
 
     @property
     def numel(self) -> int:
         """Number of its values."""
-        return self.stored.numel() if self.packed is None else len(self.stored) * math.prod(self.packed)
+        return self.stored.numel() if self.packing is None else len(self.stored) * self.packing.count
 
     @property
     def values(self) -> Tensor:
         """Its values, unpacked, in the shape of the weight."""
-        return self.stored if self.packed is None else unpack(self.stored, self.packed, self.qparams.qmin < 0)
+        return self.stored if self.packing is None else self.packing.unpack(self.stored)
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,17 @@ def integer_weight(gm: fx.GraphModule, value: Any) -> Weight | None:
     """Stored integers and grid of a dequantized weight; None if `value` is not one."""
     if not is_op(value, "dequantize"):
         return None
-    stored, grid, packed = constant(gm, value.args[0]), grid_of(gm, value), options_of(value)["packed"]
+    stored, grid, packing = constant(gm, value.args[0]), grid_of(gm, value), packing_of(value)
     if stored is None or grid is None:
         return None
-    return Weight(stored, replace(grid, dtype=stored.dtype) if packed is None else grid, packed)
+    return Weight(stored, replace(grid, dtype=stored.dtype) if packing is None else grid, packing)
+
+
+def packing_of(value: fx.Node) -> Packing | None:
+    """Form of the packed integers of a dequantized weight; None if they are not packed."""
+    options = options_of(value)
+    row = options["packed"]
+    return None if row is None else Packing(row, options["bits"], options["qmin"] < 0)
 
 
 def weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:

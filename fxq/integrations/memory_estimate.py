@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxq.integrations import float_shell, recipe_for
 from fxq.ops import OPS
+from fxq.quant.packing import Packing
 from fxq.quant.spec import TensorSpec
 from fxq.recipe.recipe import as_recipe
 from fxq.workflow.entry import trainable_model
@@ -78,7 +79,8 @@ def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:
     """Bytes of the integers, scales and zero points of a weight."""
     if spec.format == "float16":
         return 2 * weight.numel()
-    values = math.ceil(weight.numel() / (2 if spec.bits <= 4 else 1))
+    packing = Packing.of_grid(spec.qmin, spec.qmax, tuple(weight.shape[1:]))
+    values = weight.numel() if packing is None else len(weight) * packing.row_bytes
     if spec.block is None:
         return values + 8 * (len(weight) if spec.per == "channel" else 1)
     return values + _blocks(weight, spec.block) * (2 if spec.symmetric else 3)

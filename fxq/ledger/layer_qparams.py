@@ -28,7 +28,7 @@ class LayerQParams:
 
     Attributes:
         weights: weights by the name of the op's argument: "weight", except in recurrent layers. Each has `values`, int8
-            in the weight's shape (4-bit values take a byte each) or float16, and `qparams`.
+            in the weight's shape (values of few bits take a byte each, too) or float16, and `qparams`.
         gates: for a recurrent layer, rows of each gate in its weights and biases, by name, as in
             `biases["bias_hh"][gates["f"]]`.
         biases: biases by the name of the op's argument: "bias", except in recurrent layers. Each is int32, (C,):

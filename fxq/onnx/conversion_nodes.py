@@ -13,7 +13,7 @@ from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
 from fxq.quant.dynamic_grid import MIN_SCALE
-from fxq.quant.packing import unpack
+from fxq.quant.packing import Packing
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 _DYNAMIC_QUANTIZE = "DynamicQuantizeLinear"
@@ -157,10 +157,11 @@ def dequantize(
     axis: int | None,
     block: int | None,
     packed: tuple[int, ...] | None,
+    bits: int = 4,
 ) -> Value:
     stored = w.constant_of(x.name)
     if stored is None:
-        refuse(packed is not None, "its integers are computed, and packed in pairs into bytes")
+        refuse(packed is not None, "its integers are computed, and packed into bytes")
         if w.floats:
             return x
         if _computed(w, scale):
@@ -175,8 +176,9 @@ def dequantize(
         return Value(w.cast(x, torch.float32), x.like.float())
     type_number = None
     if packed is not None:
-        type_number, row, halves = (INT4 if qmin < 0 else UINT4), packed, stored
-        stored = w.cached_constant(("unpacked", x.name), lambda: unpack(halves, row, type_number == INT4))
+        packing, in_bytes = Packing(packed, bits, qmin < 0), stored
+        type_number = None if bits > 4 else INT4 if packing.signed else UINT4
+        stored = w.cached_constant(("unpacked", x.name), lambda: packing.unpack(in_bytes))
         x = Value(w.constant(stored, type_number), torch.empty_like(stored, device="meta"))
     step, zero = _grid(w, x, scale, zero_point, x.dtype, axis, block)
     if not w.floats:

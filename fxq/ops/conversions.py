@@ -22,7 +22,7 @@ from fxq.ops.registry import row
 from fxq.ops.table import spell
 from fxq.ops.traits import float_only
 from fxq.quant.dynamic_grid import dynamic_range, dynamic_scale, dynamic_zero_point
-from fxq.quant.packing import unpack
+from fxq.quant.packing import Packing
 from fxq.quant.qparams import as_zero_point
 
 
@@ -64,14 +64,15 @@ def dequantize(
     axis: int | None = None,
     block: int | None = None,
     packed: tuple[int, ...] | None = None,
+    bits: int = 4,
 ) -> Tensor:
     """Dequantize x, integer, to float32: (x - zero_point) * scale. `qmin` and `qmax` do not affect the value.
 
-    With `packed`, the shape of one entry of the first axis, x holds 4-bit integers, two to a byte (see
-    `fxq/quant/packing.py`), signed if `qmin` is negative. A float16 weight has scale 1.
+    With `packed`, the shape of one entry of the first axis, x holds integers of `bits` bits that are packed into bytes
+    (see `fxq/quant/packing.py`), signed if `qmin` is negative. A float16 weight has scale 1.
     """
     if packed is not None:
-        x = unpack(x, packed, qmin < 0)
+        x = Packing(packed, bits, qmin < 0).unpack(x)
     if not isinstance(scale, Tensor):
         return torch.ops.fxq.dequantize.default(x, scale, zero_point)
     zero_point = as_zero_point(zero_point, x.device)

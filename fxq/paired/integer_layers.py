@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.info import info
-from fxq.graph.query import constant, is_op, options_of
+from fxq.graph.query import constant, is_op
+from fxq.graph.region import packing_of
 from fxq.paired.output_error import WeightRows
-from fxq.quant.packing import pack, unpack
 from fxq.quant.qparams import QParams, spread
 from fxq.rewriting.rewriter import Rewriter
 
@@ -90,13 +90,13 @@ class IntegerLayer:
         """Current integers, float32, of the shape of the weight."""
         stored = constant(gm, self.weight.args[0])
         assert stored is not None  # `Reconstruction._layer` checks it
-        packed = options_of(self.weight)["packed"]
-        return (stored if packed is None else unpack(stored, packed, self.grid.qmin < 0)).float()
+        packing = packing_of(self.weight)
+        return (stored if packing is None else packing.unpack(stored)).float()
 
     def put(self, rewriter: Rewriter, integers: Tensor, changed: Mapping[str, Tensor]) -> None:
         """Write new integers, of the shape of the weight, and, where they change, "scale" and "zero_point"."""
-        stored = integers.to(self.grid.dtype)
-        stored = stored if options_of(self.weight)["packed"] is None else pack(stored)
+        stored, packing = integers.to(self.grid.dtype), packing_of(self.weight)
+        stored = stored if packing is None else packing.pack(stored)
         for weight in (self.weight, *self.tables):
             old: Any = weight.args[0]
             name = str(old.target).removeprefix("fxq_data.")

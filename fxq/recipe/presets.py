@@ -105,7 +105,7 @@ def dynamic(
         activation: spec of the inputs of layers; the default has a range per row, which is a token for a linear layer
             and an image for a convolution.
         weight: spec of all weights; the default is int8 symmetric per channel. Linear layers of `x86` also take scales
-            per block, zero points, and 4 bits or fewer, which are stored two to a byte.
+            per block, zero points, and 6 bits or fewer, which are packed.
         options: as for `static`.
 
     Example:
@@ -129,10 +129,11 @@ def weight_only(
 ) -> Recipe:
     """Weight-only quantization, for size: weights are stored as integers, layers compute in float. Needs no data.
 
-    Layers and embeddings dequantize their weights at each call; weights of 4 bits are stored two to a byte. With Numba
-    (`fxq[jit]`), linear layers of up to 16 rows, such as for one token of a decoder, are faster than in float; other
-    layers and more rows are as fast or slower. Without Numba, so are these, unless they may compute in bfloat16. The
-    ledger shows what that costs and saves, and the bits per weight.
+    Layers and embeddings dequantize their weights at each call; weights of 2 to 6 bits are packed, so that they take
+    that many bits, in memory and in files. With Numba (`fxq[jit]`), linear layers of up to 16 rows, such as for one
+    token of a decoder, are faster than in float; other layers and more rows are as fast or slower. 4 and 8 bits are
+    read directly; others are unpacked first, which takes longer. Without Numba, all layers are as fast or slower,
+    unless they may compute in bfloat16. The ledger shows what that costs and saves, and the bits per weight.
 
     With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
     have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
@@ -142,8 +143,7 @@ def weight_only(
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values; in models
             of transformers that generate, per block of 128 values for linear layers and of 64 for the head. 2 to 4:
-            affine, one scale per block of 64 values, those of least squared error. Values of 2 and 3 bits take the
-            memory of 4, those of 5 to 7 bits that of 8.
+            affine, one scale per block of 64 values, those of least squared error. Values of 7 bits take a byte.
         per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
         dtype: torch.float16 stores weights as float16 instead of integers.
         compute: "bfloat16" allows linear layers to multiply up to 16 rows in bfloat16, which rounds inputs and sums to

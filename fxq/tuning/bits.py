@@ -34,13 +34,16 @@ from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer, layer_of
 
 SPECS: Mapping[str, TensorSpec] = {
+    "2 bits, blocks of 64": weight_spec(2, 64, None),
+    "3 bits, blocks of 64": weight_spec(3, 64, None),
     "4 bits, blocks of 128": weight_spec(4, 128, None),
     "4 bits, blocks of 64": weight_spec(4, 64, None),
     "4 bits, blocks of 32": weight_spec(4, 32, None),
+    "6 bits": weight_spec(6, None, None),
     "8 bits": weight_spec(8, None, None),
     "float16": weight_spec(8, None, torch.float16),
 }
-"""Specs that are tried for each weight. Fewer than 4 bits take as many bytes as 4, and 5 to 7 as many as 8."""
+"""Specs that are tried for each weight."""
 _MEASURED = "4 bits, blocks of 64"
 """Spec with which the model runs, rounded to nearest. Noise with other specs follows from the error of the layer."""
 _NEAREST = "rounded to nearest"

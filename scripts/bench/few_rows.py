@@ -22,8 +22,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from fxq.backends.loops.code import compiler
-from fxq.backends.plain.weight_only import WeightOnlyLinear
-from fxq.quant.packing import pack
+from fxq.backends.plain.weight_only import WeightOnlyLinear, packing_options
+from fxq.quant.packing import Packing
 from scripts.bench.timing import interleaved, threads_set_to
 
 FORMS: dict[str, tuple[int, int | None, bool]] = {
@@ -32,6 +32,9 @@ FORMS: dict[str, tuple[int, int | None, bool]] = {
     "int4 groups of 128": (4, 128, False),
     "int4 groups of 64, zero points": (4, 64, True),
     "int4 groups of 32": (4, 32, False),
+    "int2 groups of 64, zero points": (2, 64, True),
+    "int3 groups of 64, zero points": (3, 64, True),
+    "int6 per channel": (6, None, False),
 }
 """Bits, size of the groups, and whether there are zero points, by name."""
 
@@ -39,13 +42,15 @@ FORMS: dict[str, tuple[int, int | None, bool]] = {
 def random_layer(outputs: int, columns: int, form: tuple[int, int | None, bool]) -> WeightOnlyLinear:
     """Weight-only layer with random integers."""
     bits, block, with_zero = form
-    values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (outputs, columns), dtype=torch.int8)
+    limit = 2 ** (bits - 1)
+    values = torch.randint(-limit, limit, (outputs, columns), dtype=torch.int8)
+    packing = Packing.of_grid(-limit, limit - 1, (columns,))
     shape = (outputs,) if block is None else (outputs, -(-columns // block))
     return WeightOnlyLinear(
         op="linear", settings={}, axis=0 if block is None else 1, block=block,
-        packed=[(columns,)] if bits == 4 else None, weight=pack(values) if bits == 4 else values,
+        **packing_options(packing, [(columns,)]), weight=values if packing is None else packing.pack(values),
         weight_scale=torch.rand(shape) * 1e-2,
-        weight_zero_point=torch.randint(-8, 8, shape, dtype=torch.int32) if with_zero else None,
+        weight_zero_point=torch.randint(-limit, limit, shape, dtype=torch.int32) if with_zero else None,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def ledgers(model):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, 3, 6])
 def test_a_folder_of_transformers_is_quantized_as_the_model_in_memory(bits, tmp_path):
     model = llama(tied=bits == 8)
     model.save_pretrained(tmp_path, max_shard_size="40KB")

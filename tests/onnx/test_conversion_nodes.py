@@ -17,7 +17,7 @@ from fxq.onnx.graph import write_onnx
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.packing import pack
+from fxq.quant.packing import Packing
 from fxq.quant.spec import TensorSpec
 from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, same, single
 
@@ -130,6 +130,20 @@ def test_a_weight_with_a_scale_for_each_channel(zero, floats):
     same(run_onnxruntime(written.model, [])[0], gm(), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(2, "INT4"), (3, "INT4"), (5, "INT8"), (6, "INT8")])
+@pytest.mark.parametrize("signed", [True, False])
+def test_packed_integers_of_other_widths_have_the_next_width_of_onnx(bits, kind, signed):
+    low, packing = -(2 ** (bits - 1)) if signed else 0, Packing((70,), bits, signed)
+    stored = torch.nn.Parameter(packing.pack(constant(low, low + 2**bits - 1, 6, 70).data), requires_grad=False)
+    options = {"qmin": low, "qmax": low + 2**bits - 1, "axis": 1, "block": 32, "packed": (70,), "bits": bits}
+    gm = with_grid("dequantize", stored, normal(6, 3).abs() + 0.1, 0 if signed else 2, **options)
+    written = write_onnx(gm, [])
+    onnx.checker.check_model(written.model, full_check=True)
+    types = {tensor.data_type for tensor in written.model.graph.initializer}
+    assert types == {onnx.TensorProto.FLOAT, onnx.TensorProto.DataType.Value(kind if signed else f"U{kind}")}
+    same(run_onnxruntime(written.model, [])[0], gm(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("low", [-8, 0], ids=["int4", "uint4"])
 @pytest.mark.parametrize(
     ("shape", "block"), [((6, 8), None), ((6, 7), None), ((5, 3, 3), None), ((6, 64), 32), ((6, 70), 32)]
@@ -139,7 +153,8 @@ def test_integers_of_four_bits_and_blocks(low, shape, block, packed):
     values = constant(low, low + 15, *shape)
     scales = shape[0] if block is None else (shape[0], -(-shape[1] // block))
     scale = normal(scales).abs() + 0.1 if block is None else normal(*scales).abs() + 0.1
-    stored = torch.nn.Parameter(pack(values.data), requires_grad=False) if packed else values
+    packing = Packing(shape[1:], 4, low < 0)
+    stored = torch.nn.Parameter(packing.pack(values.data), requires_grad=False) if packed else values
     options = {"axis": 0 if block is None else 1, "block": block, "packed": shape[1:] if packed else None}
     gm = with_grid("dequantize", stored, scale, 0 if low else 7, qmin=low, qmax=low + 15, **options)
     written = write_onnx(gm, [])
@@ -184,7 +199,7 @@ def test_one_scale_beside_two_zero_points():
             with_grid("quantize", VALUES, torch.ones(4), 0, axis=1, qmax=100), [VALUES],
             "several grids that do not use all integers of their dtype",
         ),
-        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "in pairs into bytes"),
+        (single("dequantize", BYTES[0], scale=0.1, zero_point=0, packed=(10,)), [BYTES[0]], "packed into bytes"),
     ],
 )  # fmt: skip
 def test_refusals(gm, inputs, reason):

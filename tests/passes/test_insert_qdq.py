@@ -118,6 +118,20 @@ qmax=15, axis=1, block=4, packed=(5,))
     torch.testing.assert_close(gm(x), x @ torch.tensor([[0.5, -1.5, 6.0, 0.0, 7.0]]).expand(4, 5).T)
 
 
+def test_a_weight_of_three_bits_is_packed_with_three():
+    """And one of seven is not packed."""
+    grid = "QParams(scale=[0.5, 0.5, 0.5, 0.5], zero_point=[0, 0, 0, 0], qmin=-{0}, qmax={0}, dtype=torch.int8, axis=0)"
+    spec, real = "TensorSpec(bits={}, signed=True, symmetric=True, per='channel')", torch.randint(-3, 4, (4, 5)) / 2
+    source = ALONE.format(spec=spec.format(3), axis=0, grid=grid.format(3))
+    gm = run_pass(InsertQdq(), source, {"a.weight": real})
+    assert "a_weight_int3: uint8[4, 3] = tensor('fxq_data.a_weight_int3')" in program(gm)  # planes of 2 and of 1 bit
+    assert "qmin=-3, qmax=3, axis=0, packed=(5,), bits=3)" in program(gm)
+    x = torch.randn(5, 5)
+    assert torch.equal(gm(x), x @ real.T)
+    gm = run_pass(InsertQdq(), ALONE.format(spec=spec.format(7), axis=0, grid=grid.format(63)), {"a.weight": real})
+    assert "a_weight_int8: int8[4, 5]" in program(gm) and "packed" not in program(gm)
+
+
 @pytest.mark.parametrize(("size", "stored"), [(1.0, torch.float16), (1e-5, torch.float32)])
 def test_integers_are_those_of_the_scales_that_are_stored(size, stored):
     """Scales of blocks are rounded to float16 first, except where it has too few digits for one of them."""

@@ -108,7 +108,7 @@ def test_the_metric_judges_it():
 
 def weights(errors):
     """Weights of 1,000 values, whose noise with each spec is that of the bits, times a factor."""
-    sizes = dict(zip(SPECS, (500, 540, 600, 1000, 2000), strict=True))
+    sizes = dict(zip(SPECS, (300, 420, 515, 540, 600, 750, 1000, 2000), strict=True))
     group = []
     for factor in errors:
         noise = {name: factor * 4.0 ** (-size / 125) for name, size in sizes.items()}
@@ -139,7 +139,7 @@ def test_bad_budgets():
             bits_of(budget)
     assert bits_of("4.5 bits") == bits_of(4.5) == bits_of("4.5") == 4.5
     with pytest.raises(InputError, match=r"smallest specs take .*raise the budget"):
-        fxq.search(network(), RECIPE, DATA, budget=3)
+        fxq.search(network(), RECIPE, DATA, budget=2)
     with pytest.raises(InputError, match="either a target or a budget"):
         fxq.search(network(), RECIPE, DATA)
     with pytest.raises(InputError, match="a budget of bits is for weights alone"):

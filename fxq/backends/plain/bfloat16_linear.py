@@ -13,7 +13,6 @@ from torch import Tensor
 from fxq.backends.plain.few_rows import MAX_ROWS
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.backends.plain.weight_only import WeightOnlyLinear
-from fxq.quant.packing import unpack
 
 _GROUPS = (256, 128, 64, 32)
 """Numbers of 4-bit values with one scale that PyTorch's kernel supports."""
@@ -82,7 +81,7 @@ class BFloat16Product:
         scale = stored.scale if stored.block is None else None
         self._scale = None if scale is None else scale.to(torch.float32)
         self._group = _group(stored)
-        if stored.packed is None:
+        if stored.packing is None:
             self._weight, self._ones = _aligned(stored.values), torch.ones(len(stored.values), dtype=torch.bfloat16)
         else:
             self._weight, self._grid = _packed(stored), _scales_and_zeros(stored, self._group)
@@ -90,7 +89,7 @@ class BFloat16Product:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product, float32 (..., O), for x, float32 (..., K)."""
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
-        if self._stored.packed is None:
+        if self._stored.packing is None:
             y = torch.ops.aten._weight_int8pack_mm(rows, self._weight, self._ones)
         else:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._weight, self._group, self._grid)
@@ -99,13 +98,13 @@ class BFloat16Product:
     def rounded(self, x: Tensor) -> Tensor:
         """Return what the product is up to float32 rounding, from the weight in float32."""
         rows, stored = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).to(torch.float32), self._stored
-        if stored.packed is None:
+        if stored.packing is None:
             weight = stored.integers(stored.empty())
         else:
             outputs, columns = len(stored.values), stored.row[0]
-            groups = unpack(stored.values, stored.row, stored.signed).view(outputs, -1, self._group).to(torch.float32)
+            groups = stored.packing.unpack(stored.values).view(outputs, -1, self._group).to(torch.float32)
             grid = _scales_and_zeros(stored, self._group).to(torch.float32).transpose(0, 1)
-            middle = 0 if stored.signed else _MIDDLE
+            middle = 0 if stored.packing.signed else _MIDDLE
             weight = ((groups - middle) * grid[..., :1] + grid[..., 1:]).view(outputs, columns)
         y = F.linear(rows, weight).to(torch.bfloat16).to(torch.float32)
         return self._scaled(y).view(*x.shape[:-1], -1)
@@ -126,7 +125,7 @@ def bfloat16_refused(stored: StoredWeight) -> str | None:
         return "its scales are not by row of the weight, or by block of a row"
     if stored.numel >= _MAX_ELEMENTS:
         return f"its weight has {_MAX_ELEMENTS} elements or more"
-    return _eight_bits_refused(stored) if stored.packed is None else _four_bits_refused(stored)
+    return _eight_bits_refused(stored) if stored.packing is None else _four_bits_refused(stored)
 
 
 def _eight_bits_refused(stored: StoredWeight) -> str | None:
@@ -139,6 +138,8 @@ def _eight_bits_refused(stored: StoredWeight) -> str | None:
 
 def _four_bits_refused(stored: StoredWeight) -> str | None:
     outputs, columns = len(stored.values), stored.row[0]
+    if stored.packing is None or stored.packing.bits != 4:
+        return "its weight has neither 4 nor 8 bits"
     if outputs % _OUTPUT_UNIT:
         return f"its {outputs} outputs are no multiple of {_OUTPUT_UNIT}"
     if not _group(stored):
@@ -161,9 +162,10 @@ def _aligned(values: Tensor) -> Tensor:
 
 def _packed(stored: StoredWeight) -> Tensor:
     """4-bit integers in the order of PyTorch's kernel, which depends on the CPU: uint8 (O, K // 2)."""
-    middle = _MIDDLE if stored.signed else 0
+    assert stored.packing is not None  # otherwise `bfloat16_refused` refuses it
+    middle = _MIDDLE if stored.packing.signed else 0
     pieces = stored.values.split(_PACKED_ROWS)
-    integers = (unpack(piece, stored.row, stored.signed).to(torch.int32).add_(middle) for piece in pieces)
+    integers = (stored.packing.unpack(piece).to(torch.int32).add_(middle) for piece in pieces)
     return torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(piece, 1) for piece in integers])
 
 
@@ -172,8 +174,9 @@ def _scales_and_zeros(stored: StoredWeight, group: int) -> Tensor:
 
     If a column of the result has one scale, which is applied to sums, the scale is 1 here, and the zero is exact.
     """
+    assert stored.packing is not None  # otherwise `bfloat16_refused` refuses it
     outputs, groups = len(stored.values), stored.row[0] // group
-    middle = torch.tensor(0.0 if stored.signed else float(_MIDDLE))
+    middle = torch.tensor(0.0 if stored.packing.signed else float(_MIDDLE))
     zero_point = middle.new_zeros(()) if stored.zero_point is None else stored.zero_point.to(torch.float32)
     if stored.block is None:
         scale, zero_point = torch.ones(outputs, groups), zero_point.expand(outputs).view(-1, 1)

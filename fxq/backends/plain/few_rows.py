@@ -40,14 +40,15 @@ class FewRowsProduct:
     """
 
     def __init__(self, loops: ModuleType, stored: StoredWeight, bias: Tensor | None) -> None:
-        outputs, row_bytes = stored.values.shape
-        (columns,), is_packed = stored.row, stored.packed is not None
+        outputs, stored_bytes = stored.values.shape
+        (columns,), packing = stored.row, stored.packing
+        is_packed, row_bytes = packing is not None and packing.bits == 4, _bytes_as_read(stored)
         assert stored.scale is not None  # otherwise it is refused
         block = min(columns, stored.block or columns)
         scales = -(-columns // block)
         scale = stored.scale.expand(outputs) if stored.block is None else stored.scale
         scale = scale.reshape(outputs, scales).to(torch.float32).contiguous()
-        lowest = 8.0 if is_packed and stored.signed else 0.0
+        lowest = 2.0 ** (packing.bits - 1) if packing is not None and packing.signed else 0.0
         offset, zero = scale, lowest
         if stored.zero_point is not None:
             zero_point = stored.zero_point.expand(outputs) if stored.block is None else stored.zero_point
@@ -58,12 +59,15 @@ class FewRowsProduct:
         starts = starts + torch.arange(halves, device="cpu") * row_bytes
         places = (4 * (starts // block).clamp_(max=scales - 1)).to(torch.int32)
         bias = torch.zeros(outputs, device="cpu") if bias is None else bias.to(torch.float32).contiguous()
-        kinds = (loops.UNSIGNED4, loops.SIGNED4) if is_packed else (loops.UNSIGNED8, loops.SIGNED8)
-        kind = kinds[stored.signed if is_packed else stored.values.dtype == torch.int8]
+        if packing is None:
+            kind = loops.SIGNED8 if stored.values.dtype == torch.int8 else loops.UNSIGNED8
+        else:
+            of_nibbles = loops.SIGNED4 if packing.signed else loops.UNSIGNED4
+            kind = of_nibbles if is_packed else loops.UNPACKED + packing.bits
         self._constants = constants = (stored.values, scale, offset, bias, places)
         weight, scales_at, offset_at, bias_at, places_at = (tensor.data_ptr() for tensor in constants)
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
-        self._after = columns, outputs, row_bytes, block, scales, span
+        self._after = columns, outputs, stored_bytes, block, scales, span
         self._loops, self._run, self._convert, self._kind = loops, loops.few_rows, loops.floats_of, kind
         self.max_integer_rows: int = loops.MAX_INTEGER_ROWS
         self._ones: Tensor | None = None
@@ -151,6 +155,12 @@ class FewRowsProduct:
         return job, table, counts
 
 
+def _bytes_as_read(stored: StoredWeight) -> int:
+    """Bytes of a row of a weight as chunks read it: packed values of other widths than 4 bits are unpacked first."""
+    packing = stored.packing
+    return stored.values.shape[1] if packing is None or packing.bits == 4 else packing.count
+
+
 def column_parts(columns: int, count: int, unit: int) -> list[tuple[int, int]]:
     """First column and end of `count` parts of about equal size. Each part starts at a multiple of `unit`."""
     return list(pairwise([columns * k // count // unit * unit for k in range(count)] + [columns]))
@@ -163,13 +173,14 @@ def refused(stored: StoredWeight) -> str | None:
         return "its weight is not stored in integers"
     if not has_memory(values, scale, zero_point) or not values.is_contiguous():
         return "its weight is not in contiguous CPU memory"
-    if values.dim() != 2 or values.shape[1] < _CHUNK:
+    if values.dim() != 2 or _bytes_as_read(stored) < _CHUNK:
         return f"a row of its weight has less than {_CHUNK} bytes"
     if stored.axis not in (None, 0) if stored.block is None else stored.axis != 1:
         return "its scales are not by row of the weight, or by group of a row"
     (columns,), block = stored.row, stored.block
     if block is None or block >= columns:
         return None
-    if block % _CHUNK or (stored.packed is not None and values.shape[1] % _CHUNK):
+    is_packed = stored.packing is not None and stored.packing.bits == 4
+    if block % _CHUNK or (is_packed and values.shape[1] % _CHUNK):
         return f"its groups, or half a row of 4-bit values, are no multiples of {_CHUNK} values"
     return None

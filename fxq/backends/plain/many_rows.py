@@ -31,7 +31,7 @@ class ManyRowsProduct:
 
     def __init__(self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct) -> None:
         weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
-        zeros = torch.empty(0) if stored.packed is None else _nibble_zeros(stored).to(torch.uint8).contiguous()
+        zeros = torch.empty(0) if stored.packing is None else _packed_zeros(stored).to(torch.uint8).contiguous()
         self._keeps = few, zeros, few.ones()
         self._fields = {
             "WEIGHT": weight, "SCALE": scale, "ZEROS": zeros.data_ptr(), "BIAS": bias, "ONES": few.ones().data_ptr(),
@@ -84,20 +84,21 @@ def many_rows_refused(stored: StoredWeight) -> str | None:
     why = refused(stored)
     if why is not None:
         return why
-    if stored.values.shape[1] % _WORD:
-        return f"the bytes of a row of its weight are no multiple of {_WORD}"
-    if stored.packed is None:
+    is_in_halves = stored.packing is not None and stored.packing.bits == 4
+    if (stored.values.shape[1] if is_in_halves else stored.row[0]) % _WORD:
+        return f"a row of its weight, or half a row of 4-bit values, is no multiple of {_WORD} values"
+    if stored.packing is None:
         is_symmetric = stored.values.dtype == torch.int8 and stored.zero_point is None
         return None if is_symmetric else "its 8-bit values are unsigned or have zero points"
-    if stored.row[0] % 2:
+    if is_in_halves and stored.row[0] % 2:
         return "a row of its weight has an odd number of values"
-    zero = _nibble_zeros(stored)
-    return None if bool(((zero >= 0) & (zero <= 15)).all()) else "its zero points are no values of 4 bits"
+    zero, bits = _packed_zeros(stored), stored.packing.bits
+    return None if bool(((zero >= 0) & (zero < 2**bits)).all()) else f"its zero points are no values of {bits} bits"
 
 
-def _nibble_zeros(stored: StoredWeight) -> Tensor:
-    """Zero points of 4-bit values, which are counted from the lowest value: int64, (O,) or (O, blocks)."""
-    assert stored.scale is not None  # as of all that `refused` allows
+def _packed_zeros(stored: StoredWeight) -> Tensor:
+    """Zero points of packed values, which are counted from the lowest value: int64, (O,) or (O, blocks)."""
+    assert stored.scale is not None and stored.packing is not None  # as of all that `refused` allows
     zero = torch.zeros_like(stored.scale) if stored.zero_point is None else stored.zero_point
-    zero = zero.to(torch.int64) + (8 if stored.signed else 0)
+    zero = zero.to(torch.int64) + (2 ** (stored.packing.bits - 1) if stored.packing.signed else 0)
     return zero.expand(len(stored.values)) if stored.block is None else zero

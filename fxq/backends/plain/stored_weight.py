@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxq.graph.region import Weight
-from fxq.quant.packing import halves
+from fxq.quant.packing import Packing, halves
 from fxq.quant.qparams import as_float32
 
 ScaledPart = tuple[tuple[int, ...] | None, tuple[int, int, int] | None, Tensor, Tensor | None]
@@ -23,12 +23,11 @@ class StoredWeight:
     """Weight (N, ...) that is stored in integers or float16.
 
     Attributes:
-        values: int8, uint8 or float16, (N, ...); or two 4-bit values per byte, uint8, (N, bytes per row).
+        values: int8, uint8 or float16, (N, ...); or packed, uint8 (N, bytes per row).
         scale: float32, or for blocks float16, in the shape of `QParams.scale`; None: 1.
         zero_point: in the shape of `scale`; None: 0.
         axis, block: as in `QParams`.
-        packed: shape of a row if values are packed into bytes; else None.
-        signed: whether packed values may be negative.
+        packing: form of packed values; None if they are not packed.
     """
 
     values: Tensor
@@ -36,8 +35,7 @@ class StoredWeight:
     zero_point: Tensor | None = None
     axis: int | None = None
     block: int | None = None
-    packed: tuple[int, ...] | None = None
-    signed: bool = False
+    packing: Packing | None = None
 
     @classmethod
     def of(cls, weight: Weight, scale: Tensor | None = None, zero_point: Tensor | None = None) -> StoredWeight:
@@ -46,12 +44,12 @@ class StoredWeight:
         zero = (qp.zero_point if zero_point is None else zero_point) if bool(qp.zero_point.any()) else None
         scale = qp.scale if scale is None else scale
         scale = None if weight.stored.dtype == torch.float16 else scale
-        return cls(weight.stored, scale, zero, qp.axis, qp.block, weight.packed, qp.qmin < 0)
+        return cls(weight.stored, scale, zero, qp.axis, qp.block, weight.packing)
 
     @property
     def row(self) -> tuple[int, ...]:
         """Shape of a row."""
-        return tuple(self.values.shape[1:]) if self.packed is None else self.packed
+        return tuple(self.values.shape[1:]) if self.packing is None else self.packing.row
 
     @property
     def numel(self) -> int:
@@ -72,9 +70,9 @@ class StoredWeight:
 
     def integers(self, out: Tensor) -> Tensor:
         """Write the stored integers to `out`, contiguous float32 in the weight's shape, without scaling them."""
-        if self.packed is None:
-            return out.copy_(self.values)
-        low, high = halves(self.values, self.signed)
+        if self.packing is None or self.packing.bits != 4:
+            return out.copy_(self.values if self.packing is None else self.packing.unpack(self.values))
+        low, high = halves(self.values, self.packing.signed)
         flat = out.view(len(out), math.prod(self.row))
         size = low.shape[1]
         flat[:, size:].copy_(high[:, : flat.shape[1] - size])

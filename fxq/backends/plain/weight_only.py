@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.kernel import Kernel, decode
+from fxq.backends.kernel import Kernel, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
+from fxq.quant.packing import Packing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,13 +41,13 @@ class WeightOnlyKernel(Kernel):
         settings: the op's options.
         takes: names of the op's tensors with which the kernel is called, in order; all others are constants.
         axis, block: as in `QParams`, for all weights.
-        packed: shape of a row of each weight if two values are packed into a byte; else None.
-        signed: whether packed values may be negative.
+        packed: shape of a row of each weight if the values are packed into bytes; else None.
+        signed, bits: of packed values, as in `Packing`.
         tensors: constants by the names of the op's tensors: a weight as it is stored, with its scale and zero point as
             `weight_scale` and `weight_zero_point` (see `StoredWeight`); others in float32.
     """
 
-    options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed")
+    options: ClassVar[tuple[str, ...]] = ("op", "settings", "takes", "axis", "block", "packed", "signed", "bits")
     bias: Tensor | None
 
     def __init__(
@@ -59,6 +60,7 @@ class WeightOnlyKernel(Kernel):
         block: int | None = None,
         packed: Sequence[Sequence[int]] | None = None,
         signed: bool = True,
+        bits: int = 4,
         **tensors: Tensor | None,
     ) -> None:
         super().__init__()
@@ -68,7 +70,7 @@ class WeightOnlyKernel(Kernel):
             tensor = tensors.get(name)
             self.register_buffer(name, None if tensor is None else tensor.detach())
         self.op, self.settings = op, {key: decode(value) for key, value in settings.items()}
-        self.takes, self.axis, self.block, self.signed = tuple(takes), axis, block, signed
+        self.takes, self.axis, self.block, self.signed, self.bits = tuple(takes), axis, block, signed, bits
         self.packed = None if packed is None else tuple(map(tuple, packed))
         self._weights, self._constants = weights, constants
 
@@ -87,16 +89,21 @@ class WeightOnlyKernel(Kernel):
             takes: names of the tensors with which the kernel is called, in order.
             weights: weights by the names of the op's tensors. All have the same axis, block and packing.
             constants: other constant tensors, such as the bias, by name.
+
+        Raises:
+            BackendError: the weights are packed with different widths.
         """
-        tensors = dict(constants)
+        tensors: dict[str, Any] = dict(constants)
         for name, weight in weights.items():
             parts = zip(_PARTS, (weight.values, weight.scale, weight.zero_point), strict=True)
             tensors |= {f"{name}{part}": tensor for part, tensor in parts if tensor is not None}
-        first = next(iter(weights.values()))
-        packed = None if first.packed is None else [weight.row for weight in weights.values()]
+        first, packings = next(iter(weights.values())), [weight.packing for weight in weights.values()]
+        widths = {None if packing is None else (packing.bits, packing.signed) for packing in packings}
+        refuse(cls.name, "its weights are packed with different widths" if len(widths) > 1 else None)
+        rows = [weight.row for weight in weights.values()]
         return cls(
             **tensors, op=call.op.name, settings=call.options, takes=takes, axis=first.axis, block=first.block,
-            packed=packed, signed=first.signed,
+            **packing_options(first.packing, rows),
         )  # fmt: skip
 
     @property
@@ -111,7 +118,8 @@ class WeightOnlyKernel(Kernel):
             values, scale, zero_point = (self._buffers[f"{name}{part}"] for part in _PARTS)
             if values is not None:
                 row = None if self.packed is None else self.packed[len(weights)]
-                weights[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, row, self.signed)
+                packing = None if row is None else Packing(row, self.bits, self.signed)
+                weights[name] = StoredWeight(values, scale, zero_point, self.axis, self.block, packing)
         return weights
 
     def stored_weight(self) -> StoredWeight:
@@ -125,6 +133,11 @@ class WeightOnlyKernel(Kernel):
 
 
 _PARTS = ("", "_scale", "_zero_point")
+
+
+def packing_options(packing: Packing | None, rows: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Options of a kernel for the packing of its weights, whose rows have these shapes."""
+    return {} if packing is None else {"packed": rows, "signed": packing.signed, "bits": packing.bits}
 
 
 class WeightOnlyLinear(WeightOnlyKernel):
@@ -227,9 +240,9 @@ class WeightOnlyExperts(WeightOnlyKernel):
         def make() -> WeightOnlyLinear:
             part = self.stored_weight().some(lambda t: t[outputs * expert : outputs * (expert + 1)])
             return WeightOnlyLinear(
-                op="linear", settings={}, axis=part.axis, block=part.block, signed=part.signed, weight=part.values,
-                packed=None if part.packed is None else [part.packed], weight_scale=part.scale,
-                weight_zero_point=part.zero_point,
+                op="linear", settings={}, axis=part.axis, block=part.block, weight=part.values,
+                weight_scale=part.scale, weight_zero_point=part.zero_point,
+                **packing_options(part.packing, [part.row]),
             )  # fmt: skip
 
         kernel: WeightOnlyLinear = self._cached(("expert", expert), make)

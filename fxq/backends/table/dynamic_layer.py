@@ -130,7 +130,7 @@ class DynamicLayer(Kernel):
 
         def make() -> FewRowsProduct | None:
             scale = self.weight_scale.expand(outputs)
-            stored = StoredWeight(self.weight, scale, axis=0, signed=True)
+            stored = StoredWeight(self.weight, scale, axis=0)
             return None if refused(stored) else FewRowsProduct(loops, stored, self.bias)
 
         product: FewRowsProduct | None = self._cached("few_rows", make)

@@ -18,11 +18,12 @@ from fxq.backends.table.dynamic_layer import after_sum, at_other_rows, integer_p
 from fxq.backends.table.kernel_table import KernelRequest
 from fxq.graph.region import Weight
 from fxq.quant.dynamic_grid import DynamicGrid
-from fxq.quant.packing import BITS, pack
+from fxq.quant.packing import Packing
+from fxq.quant.spec import LOW_BITS
 
 
 class DynamicLinear(WeightOnlyLinear):
-    """Linear layer on integers with dynamic scales. Values of 4 bits or fewer are stored two to a byte.
+    """Linear layer on integers with dynamic scales. Weights of 6 bits or fewer are packed.
 
     Rows are multiplied as integers in compiled loops, see `FewRowsProduct.of_integers` and `ManyRowsProduct`. Without
     these, the real values of input and weight are multiplied.
@@ -46,7 +47,7 @@ class DynamicLinear(WeightOnlyLinear):
     def suits(weight: Weight) -> bool:
         """Whether this kernel is for a weight: of few bits, with scales per block, or with zero points."""
         qp = weight.qparams
-        return qp.block is not None or qp.qmax - qp.qmin < 2**BITS or bool(qp.zero_point.any())
+        return qp.block is not None or qp.bits <= LOW_BITS or bool(qp.zero_point.any())
 
     @classmethod
     def of_request(cls, request: KernelRequest) -> DynamicLinear:
@@ -54,8 +55,9 @@ class DynamicLinear(WeightOnlyLinear):
         weight, bias, x = map(request.captures.get, ("weight", "bias", "x"))
         assert isinstance(weight, Weight) and isinstance(x, DynamicGrid)
         qp = weight.qparams
-        if weight.packed is None and qp.qmax - qp.qmin < 2**BITS:
-            weight = Weight(pack(weight.values), qp, tuple(weight.values.shape[1:]))
+        packing = Packing.of_grid(qp.qmin, qp.qmax, tuple(weight.values.shape[1:]))
+        if weight.packing is None and packing is not None:
+            weight = Weight(packing.pack(weight.values), qp, packing)
         stored = {"weight": StoredWeight.of(weight, None)}
         kernel = cls.of(request.calls[0], ("x",), stored, {} if bias is None else {"bias": bias})
         return cls.from_config(

@@ -101,8 +101,8 @@ def kernel(
         pack: function of some of the constants, by name. Its result is cached until one of them is edited, and is
             passed as `packed`. It is not copied or saved.
         weight_only: whether the kernel is for weight-only layers: activations are float32 tensors, and so is the
-            result. `pattern` must be an op, since these layers are not fused. Weights of 4 bits are stored one to a
-            byte.
+            result. `pattern` must be an op, since these layers are not fused. Weights of few bits are
+            not packed, so that a value takes a byte.
 
     Returns:
         Decorator of a function, which it returns unchanged. The function's parameters are the captures of the pattern

@@ -17,7 +17,7 @@ from fxq.backends.plain.bfloat16_linear import BFloat16Linear, BFloat16Product, 
 from fxq.backends.plain.few_rows import MAX_ROWS
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.errors import RecipeError
-from fxq.quant.packing import pack
+from fxq.quant.packing import Packing
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 VECTORIZED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -37,14 +37,15 @@ def stored(outputs, columns, bits, per, signed=True, with_zero=False, seed=0):
     shape = {"tensor": (), "channel": (outputs,)}.get(per) if isinstance(per, str) else (outputs, -(-columns // per))
     zero = torch.randint(low, low + 2**bits, shape, dtype=torch.int32) if with_zero else None
     axis, block = {"tensor": (None, None), "channel": (0, None)}.get(per, (1, per))
-    packed = (columns,) if bits == 4 else None
-    return StoredWeight(pack(values) if packed else values, torch.rand(shape) + 0.5, zero, axis, block, packed, signed)
+    packing = Packing.of_grid(low, low + 2**bits - 1, (columns,))
+    values = values if packing is None else packing.pack(values)
+    return StoredWeight(values, torch.rand(shape) + 0.5, zero, axis, block, packing)
 
 
 def product(x, weight, bias):
     """Product in float64, and the magnitude of the terms that are rounded to bfloat16."""
     real = weight.floats(weight.empty()).double()
-    scale = real.abs().amax() / 8 if weight.packed is not None else 0.0
+    scale = real.abs().amax() / 8 if weight.packing is not None else 0.0
     return x.double() @ real.T + bias.double(), x.double().abs() @ (real.abs() + 16 * scale).T + 1
 
 

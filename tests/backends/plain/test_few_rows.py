@@ -18,10 +18,11 @@ from fxq.backends.plain import few_rows, weight_only
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.common.timed_calls import threads_set_to
-from fxq.quant.packing import pack
+from fxq.quant.packing import Packing
 
 pytestmark = pytest.mark.any_cpu
 
+WIDTHS = (2, 3, 4, 5, 6, 8)
 EXACT = {"rtol": 0.0, "atol": 0.0}
 LOOPS = loops("few_rows_loops")
 needs_numba = pytest.mark.skipif(LOOPS is None, reason="needs Numba")
@@ -36,8 +37,13 @@ def stored(outputs, columns, bits, signed, per, with_zero, seed=0):
     scale = torch.rand(shape) + 0.5
     zero = torch.randint(low, low + 2**bits, shape, dtype=torch.int32) if with_zero else None
     axis, block = {"tensor": (None, None), "channel": (0, None)}.get(per, (1, per))
-    packed = (columns,) if bits == 4 else None
-    return StoredWeight(pack(values) if packed else values, scale, zero, axis, block, packed, signed)
+    return replace(StoredWeight(values, scale, zero, axis, block), **packed(values, bits))
+
+
+def packed(values, bits):
+    """Fields of a `StoredWeight` for these values."""
+    packing = Packing(tuple(values.shape[1:]), bits, values.dtype == torch.int8) if bits < 7 else None
+    return {"values": values if packing is None else packing.pack(values), "packing": packing}
 
 
 def product(x, weight, bias=None):
@@ -53,12 +59,12 @@ def product(x, weight, bias=None):
 @needs_numba
 @settings(max_examples=36, deadline=None)
 @given(
-    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
     with_bias=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_products_of_any_size(rows, columns, outputs, bits, signed, per, with_zero, with_bias, seed):
-    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    columns = columns if bits != 4 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
     weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
     x, bias = torch.randn(rows, columns), torch.randn(outputs) if with_bias else None
     assert refused(weight) is None
@@ -79,7 +85,8 @@ def test_an_odd_row_of_4_bit_values_ends_in_padding(columns):
 @needs_numba
 def test_integers_are_multiplied_without_rounding():
     x = torch.randint(-8, 9, (7, 192)).float()
-    for bits, signed, per in ((8, True, "channel"), (8, False, 64), (4, True, 32), (4, False, "channel")):
+    forms = ((8, True, "channel"), (8, False, 64), (4, True, 32), (4, False, "channel"), (2, True, 32), (6, True, 64))
+    for bits, signed, per in forms:
         weight = stored(9, 192, bits, signed, per, True)
         weight = replace(weight, scale=torch.ones_like(weight.scale))
         torch.testing.assert_close(FewRowsProduct(LOOPS, weight, None)(x), product(x, weight)[0].float(), **EXACT)
@@ -103,14 +110,14 @@ def integers(rows, columns, per_row=True):
 @needs_numba
 @settings(max_examples=36, deadline=None)
 @given(
-    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
     with_bias=st.booleans(), per_row=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_products_of_integers_of_any_size(
     rows, columns, outputs, bits, signed, per, with_zero, with_bias, per_row, seed
 ):
-    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    columns = columns if bits != 4 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
     weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
     bias = torch.randn(outputs) if with_bias else None
     arguments, real = integers(rows, columns, per_row)
@@ -123,10 +130,11 @@ def test_products_of_integers_of_any_size(
 @needs_numba
 def test_the_largest_integers_do_not_saturate():
     x = torch.full((1, 512), 255, dtype=torch.uint8)
-    for bits, signed, value in ((8, True, -128), (8, False, 255), (4, True, -8), (4, False, 15)):
+    forms = ((8, True, -128), (8, False, 255), (4, True, -8), (4, False, 15), (3, True, -4), (6, False, 63))
+    for bits, signed, value in forms:
         weight = stored(6, 512, bits, signed, "channel", False)
         values = torch.full((6, 512), value, dtype=torch.int8 if signed else torch.uint8)
-        weight = replace(weight, values=pack(values) if bits == 4 else values, scale=torch.ones(6))
+        weight = replace(weight, **packed(values, bits), scale=torch.ones(6))
         for zero in (0.0, 128.0, 255.0):
             y = FewRowsProduct(LOOPS, weight, None).of_integers(x, torch.tensor(1.0), torch.tensor(zero))
             torch.testing.assert_close(y, torch.full((1, 6), 512.0 * value * (255 - zero)), **EXACT)
@@ -144,6 +152,8 @@ REFUSED = {
     "float16": (lambda: StoredWeight(torch.ones(4, 64).half(), None), "not stored in integers"),
     "short": (lambda: stored(4, 31, 8, True, "channel", False), "less than 32"),
     "short packed": (lambda: stored(4, 62, 4, True, "channel", False), "less than 32"),
+    "short unpacked": (lambda: stored(4, 31, 3, True, "channel", False), "less than 32"),
+    "small groups of 3 bits": (lambda: stored(4, 96, 3, True, 16, False), "multiples of 32"),
     "small groups": (lambda: stored(4, 96, 8, True, 16, False), "multiples of 32"),
     "half a row": (lambda: stored(4, 96, 4, True, 32, False), "multiples of 32"),
     "by column": (lambda: StoredWeight(torch.ones(64, 64, dtype=torch.int8), torch.ones(64), None, 1), "by row"),
@@ -165,7 +175,10 @@ def quantized(rows, columns=160, **options):
     return qmodel
 
 
-RECIPES = {"int8": {}, "int4": {"bits": 4}, "groups of 32": {"bits": 4, "per": 32}, "int8 groups": {"per": 32}}
+RECIPES = {
+    "int8": {}, "int4": {"bits": 4}, "int3": {"bits": 3}, "int6": {"bits": 6},
+    "groups of 32": {"bits": 4, "per": 32}, "int8 groups": {"per": 32},
+}  # fmt: skip
 
 
 @needs_numba
@@ -227,7 +240,7 @@ def test_without_a_loop_weights_are_converted(monkeypatch):
 
 
 @needs_numba
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("outputs", [5, 50, 333])
 @pytest.mark.parametrize("per", ["channel", 64])
@@ -247,7 +260,7 @@ def test_threads_compute_the_same_numbers(monkeypatch, bits, rows, outputs, per)
 
 
 @needs_numba
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_threads_compute_the_same_numbers_of_integers(monkeypatch, bits):
     loop = FewRowsProduct(LOOPS, stored(333, 192, bits, True, 64, True), torch.randn(333))
     arguments, _ = integers(3, 192)
@@ -280,11 +293,11 @@ def test_a_small_product_runs_on_one_thread(monkeypatch):
 @needs_numba
 @settings(max_examples=27, deadline=None)
 @given(
-    columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from([4, 8]), signed=st.booleans(),
+    columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from(WIDTHS), signed=st.booleans(),
     per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed):
-    columns = columns if bits == 8 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
+    columns = columns if bits != 4 else 2 * columns if per in ("tensor", "channel") else 64 * (columns // 32)
     weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
     product, first = FewRowsProduct(LOOPS, weight, None), outputs // 2
     memory = torch.full((outputs - first + 2, columns), 7.0)
@@ -295,7 +308,7 @@ def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed)
 
 
 @needs_numba
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3])
 def test_many_rows_in_several_pieces(bits, monkeypatch):
     monkeypatch.setattr(weight_only, "_COMPILED_PIECE_ELEMENTS", 3 * 64)
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Products of many rows of integers with low-bit weights in a compiled loop, against float64."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,7 @@ from fxq.backends.plain import many_rows
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct
 from fxq.backends.plain.many_rows import ManyRowsProduct, many_rows_refused
 from fxq.common.timed_calls import threads_set_to
-from fxq.quant.packing import pack
-from tests.backends.plain.test_few_rows import EXACT, integers, needs_numba, product, stored
+from tests.backends.plain.test_few_rows import EXACT, integers, needs_numba, packed, product, stored
 
 pytestmark = pytest.mark.any_cpu
 
@@ -29,13 +29,13 @@ def many(weight, bias=None):
 @settings(max_examples=36, deadline=None)
 @given(
     rows=st.integers(MAX_ROWS + 1, 40), words=st.integers(8, 40), outputs=st.integers(1, 70),
-    form=st.sampled_from([(4, True, True), (4, True, False), (4, False, True), (4, False, False), (8, True, False)]),
+    form=st.sampled_from([*itertools.product((2, 3, 4, 5, 6), (True, False), (True, False)), (8, True, False)]),
     per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_bias=st.booleans(), per_row=st.booleans(),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_products_of_any_size(rows, words, outputs, form, per, with_bias, per_row, seed):
     bits, signed, with_zero = form
-    columns = 4 * words if bits == 8 else 8 * words if isinstance(per, str) else 64 * (words // 8)
+    columns = 4 * words if bits != 4 else 8 * words if isinstance(per, str) else 64 * (words // 8)
     weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
     bias = torch.randn(outputs) if with_bias else None
     arguments, real = integers(rows, columns, per_row)
@@ -50,10 +50,10 @@ def test_products_of_any_size(rows, words, outputs, form, per, with_bias, per_ro
 def test_integers_are_multiplied_without_rounding():
     """Their largest values, too, which would saturate sums of pairs in 16 bits."""
     x, scale = torch.full((MAX_ROWS + 1, 512), 255, dtype=torch.uint8), torch.tensor(1.0)
-    for bits, signed, value in ((8, True, -128), (8, True, 127), (4, True, -8), (4, False, 15)):
+    for bits, signed, value in ((8, True, -128), (8, True, 127), (4, True, -8), (4, False, 15), (6, False, 63)):
         weight = stored(40, 512, bits, signed, "channel", False)
         values = torch.full((40, 512), value, dtype=torch.int8 if signed else torch.uint8)
-        weight = replace(weight, values=pack(values) if bits == 4 else values, scale=torch.ones(40))
+        weight = replace(weight, **packed(values, bits), scale=torch.ones(40))
         for zero in (0.0, 128.0, 255.0):
             y = many(weight).of_integers(x, scale, torch.tensor(zero))
             torch.testing.assert_close(y, torch.full((len(x), 40), 512.0 * value * (255 - zero)), **EXACT)
@@ -89,10 +89,12 @@ def test_threads_compute_the_same_numbers(outputs, monkeypatch):
     [
         (stored(4, 34, 8, True, "channel", False), "no multiple of 4"),
         (stored(4, 70, 4, True, "channel", False), "no multiple of 4"),
+        (stored(4, 70, 3, True, "channel", False), "no multiple of 4"),
         (stored(4, 71, 4, True, "channel", False), "odd number"),
         (stored(4, 64, 8, True, "channel", True), "zero points"),
         (stored(4, 64, 8, False, "channel", False), "zero points"),
         (replace(stored(4, 64, 4, True, 32, True), zero_point=torch.full((4, 2), 8)), "no values of 4 bits"),
+        (replace(stored(4, 64, 3, True, 32, True), zero_point=torch.full((4, 2), 4)), "no values of 3 bits"),
         (stored(4, 16, 8, True, "channel", False), "less than 32 bytes"),
     ],
 )

@@ -21,6 +21,8 @@ WEIGHTS = {
     "int4 blocks": fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=32, observer="mse"),
     "uint4 affine blocks": fxq.Recipe.weight_only(bits=4, per=64).config.weight,
     "int8 blocks": fxq.TensorSpec(signed=True, symmetric=True, per=32, observer="minmax"),
+    "uint2 affine blocks": fxq.Recipe.weight_only(bits=2, per=64).config.weight,
+    "int6 blocks": fxq.TensorSpec(bits=6, signed=True, symmetric=True, per=32, observer="minmax"),
     "int3": fxq.TensorSpec(bits=3, signed=True, symmetric=True, per=32, observer="mse"),
     "uint8 affine": fxq.TensorSpec(per="channel", observer="minmax"),
 }

@@ -111,8 +111,8 @@ def _is_plain(x: Tensor) -> bool:
 @cache
 def _source_hash() -> str:
     """Hash of all sources that are compiled, and of the kind of CPU."""
-    digest, package = hashlib.sha256(repr(cpu_kind()).encode()), Path(__file__).parents[3]
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), package / "quant" / "dynamic_grid.py"):
+    digest, quant = hashlib.sha256(repr(cpu_kind()).encode()), Path(__file__).parents[3] / "quant"
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), quant / "dynamic_grid.py", quant / "packing.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -9,6 +9,7 @@ from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
+from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
 
 MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
@@ -16,6 +17,8 @@ MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
+UNPACKED = 16
+"""UNPACKED + bits is the kind of weights packed with another width. Rows are unpacked to uint8 where they are read."""
 
 
 def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
@@ -42,6 +45,12 @@ def _tiles(names, chunks):
 
 _one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS)
 _one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.INTEGER_CHUNKS)
+
+
+@helper
+def _as_read(kind, row_bytes, columns):
+    """Width of values that are unpacked first, or 0; kind, and bytes of a row of the weight, as tiles read them."""
+    return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
 
 
 @helper
@@ -124,39 +133,54 @@ def _sum_integers(x, columns, block, factor, flip, out):
 
 
 @helper
+def _run_tile(kind, few, many_rows, many_columns, of_integers):
+    """Compute the results of one tile."""
+    if of_integers:
+        if many_rows:
+            _rows_int(kind, few)
+        elif many_columns:
+            _row_int(kind, few)
+        else:
+            _one_int(kind, few)
+    elif many_rows:
+        _rows(kind, few)
+    elif many_columns:
+        _row(kind, few)
+    else:
+        _one(kind, few)
+
+
+@helper
 def _compute(
-    x, x_bytes, x_sums, sums, grids, ones, weight, scale, offset, bias, places, out, kind, rows, outputs, row_bytes,
-    span, scales, first, end,
+    x, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind, rows,
+    outputs, row_bytes, span, scales, first, end,
 ):  # fmt: skip
-    """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats."""
-    chunks, column = (row_bytes + CHUNK - 1) // CHUNK, first
+    """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
+
+    With `bits`, rows of `stored_bytes` are unpacked to `row_bytes` first.
+    """
+    chunks, column, lines = (row_bytes + CHUNK - 1) // CHUNK, first, weight
+    unpacked = np.empty((MANY_COLUMNS, row_bytes) if bits else (1, 1), np.uint8)
     while column < end:
         count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
+        if bits:
+            lines = unpacked.ctypes.data - row_bytes * column
+            for c in range(column, column + count):
+                unpack_row(bits, weight + stored_bytes * c, row_bytes, lines + row_bytes * c)
         r = 0
         while r < rows:
             is_many = rows - r >= MANY_ROWS and count > 1
             for c in range(column, column + count, SOME_COLUMNS if is_many else count):
                 few = FewRows(
                     x + x_bytes * r, x_sums + 4 * sums * r,
-                    weight + row_bytes * c, row_bytes, chunks, span, places,
+                    lines + row_bytes * c, row_bytes, chunks, span, places,
                     scale + 4 * scales * c, scales, offset + 4 * scales * c,
                     bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs, grids + 8 * r, ones + 4 * c,
                 )  # fmt: skip
-                if grids:
-                    if is_many:
-                        _rows_int(kind, few)
-                    elif count > 1:
-                        _row_int(kind, few)
-                    else:
-                        _one_int(kind, few)
-                elif is_many:
-                    _rows(kind, few)
-                elif count > 1:
-                    _row(kind, few)
-                else:
-                    _one(kind, few)
+                _run_tile(kind, few, is_many, count > 1, grids != 0)
             r += MANY_ROWS if is_many else 1
         column += count
+    unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used
 
 
 @helper
@@ -165,6 +189,8 @@ def multiply(
     first, end
 ):  # fmt: skip
     """Compute the columns from `first` to `end` of x @ weight.T + bias. For other arguments see `few_rows`."""
+    stored_bytes = row_bytes
+    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
     chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
     size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
@@ -177,8 +203,8 @@ def multiply(
         if zero != 0:
             _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
     _compute(
-        arranged.ctypes.data, 4 * size, x_sums.ctypes.data, sums, 0, 0, weight, scale, offset, bias, places, out, kind,
-        rows, outputs, row_bytes, span, scales, first, end,
+        arranged.ctypes.data, 4 * size, x_sums.ctypes.data, sums, 0, 0, weight, stored_bytes, bits, scale, offset,
+        bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
 
@@ -195,6 +221,8 @@ def multiply_integers(
     The columns are those from `first` to `end`. `ones` is the address of the sums of the rows of the weight, float32.
     For other arguments see `few_rows`.
     """
+    stored_bytes = row_bytes
+    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
     chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
     flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)
     size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
@@ -207,8 +235,8 @@ def multiply_integers(
         grids[r, 0] = scales_of_x[r * grid_steps[0]]
         grids[r, 1] = _f(flip) - zeros_of_x[r * grid_steps[1]]
     _compute(
-        arranged.ctypes.data, size, x_sums.ctypes.data, sums, grids.ctypes.data, ones, weight, scale, offset, bias,
-        places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
+        arranged.ctypes.data, size, x_sums.ctypes.data, sums, grids.ctypes.data, ones, weight, stored_bytes, bits,
+        scale, offset, bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
 
@@ -231,11 +259,11 @@ def few_rows(
         bias: Address of float32 (outputs,).
         places: Address of int32: bytes to the scale of each span, see `FewRows`.
         out: Address of float32 (rows, outputs), written.
-        kind: SIGNED8, UNSIGNED8, SIGNED4 or UNSIGNED4.
+        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, or UNPACKED + bits.
         rows: Number of rows of the input, at least one.
         columns: Values of a row of the weight.
         outputs: Rows of the weight.
-        row_bytes: Bytes of a row of the weight, at least `CHUNK`.
+        row_bytes: Bytes of a row of the weight, at least `CHUNK` unless they are unpacked.
         block: Number of values of a row with the same scale.
         scales: Scales of a row of the weight.
         span: Number of chunks with the same scales.
@@ -308,7 +336,7 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
         offset: float32 (outputs, scales).
         zero: Factor of all offsets.
         out: Address of float32 (count, columns), written.
-        kind: SIGNED8, UNSIGNED8, SIGNED4 or UNSIGNED4.
+        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, or UNPACKED + bits.
         first: First row.
         count: Number of rows.
         columns: Values of a row.
@@ -317,9 +345,14 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
         scales: Scales of a row.
     """
     scale, offset = carray(scale, (first + count, scales)), carray(offset, (first + count, scales))
-    numbers, is_packed = np.empty(2, _f), kind >= SIGNED4
+    stored_bytes = row_bytes
+    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
+    numbers, is_packed, unpacked = np.empty(2, _f), kind >= SIGNED4, np.empty(columns if bits else 1, np.uint8)
     for r in range(first, first + count):
-        source, target = weight + r * row_bytes, out + 4 * (r - first) * columns
+        source, target = weight + r * stored_bytes, out + 4 * (r - first) * columns
+        if bits:
+            unpack_row(bits, source, columns, unpacked.ctypes.data)
+            source = np.int64(unpacked.ctypes.data)
         for k in range(scales):
             numbers[0], numbers[1] = scale[r, k], -offset[r, k] * zero
             low, end = k * block, min((k + 1) * block, columns)
@@ -330,4 +363,4 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
                 _convert(
                     kind, True, source + middle - row_bytes, end - middle, numbers.ctypes.data, target + 4 * middle
                 )
-    numbers[0] = 0  # keeps the array alive until here, as only its address is used
+    numbers[0], unpacked[0] = 0, 0  # keeps both arrays alive until here, as only their addresses are used

@@ -10,9 +10,10 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import CHUNK
-from fxq.backends.loops.code.few_rows_loops import SIGNED4
+from fxq.backends.loops.code.few_rows_loops import SIGNED4, UNPACKED
 from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many_rows
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
+from fxq.backends.loops.code.unpacking_code import unpack_row
 
 __all__ = ["COLUMNS", "IS_FASTER", "CallField", "PartField", "many_integers_part"]
 IS_FASTER = machine_code.KIND.bits >= 256
@@ -30,7 +31,7 @@ def _address(array):
 
 @helper
 def _less(word, zero):
-    """Four integers of a word, each 0 to 15, less a zero point of 0 to 15, as int8."""
+    """Four integers of a word, each 0 to 127, less a zero point of 0 to 127, as int8."""
     return ((word | 0x80808080) - 0x01010101 * zero) ^ 0x80808080
 
 
@@ -59,15 +60,38 @@ def _unpack8(weight, row_bytes, count, out):
                 out[w, c] = stored[w]
 
 
+@helper
+def _unpack_other(bits, weight, row_bytes, count, zeros, block, of_row, out):
+    """Do what `_unpack4` does, for packed values of other widths. `of_row` is scratch memory, int32 (words,)."""
+    words = len(of_row)
+    for c in range(count):
+        unpack_row(bits, weight + row_bytes * c, 4 * words, _address(of_row))
+        for first in range(0, words, _WORDS):
+            zero = np.int64(zeros[c, 4 * first // block])
+            for w in range(first, min(first + _WORDS, words)):
+                out[w, c] = np.int32(_less(np.int64(of_row[w]) & 0xFFFFFFFF, zero))
+
+
+@helper
+def _unpack(kind, weight, row_bytes, count, zeros, block, of_row, out):
+    """Write `count` rows of a weight without their zero points to `out`, int32 (words, COLUMNS)."""
+    if kind >= UNPACKED:
+        _unpack_other(kind - UNPACKED, weight, row_bytes, count, zeros, block, of_row, out)
+    elif kind >= SIGNED4:
+        _unpack4(weight, row_bytes, count, 0x88888888 if kind == SIGNED4 else 0, zeros, block, out)
+    else:
+        _unpack8(weight, row_bytes, count, out)
+
+
 class PartField(IntEnum):
     """Fields of a part of a product: the weight, and the columns of the result to compute."""
 
     WEIGHT = 0  # address of the stored integers, (outputs, row_bytes)
     SCALE = 1  # address of float32 (outputs, scales)
-    ZEROS = 2  # address of the zero points of 4-bit values, uint8 (outputs, scales)
+    ZEROS = 2  # address of the zero points of packed values, uint8 (outputs, scales)
     BIAS = 3  # address of float32 (outputs,)
     ONES = 4  # address of the sums of the rows of the weight, float32 (outputs,)
-    KIND = 5  # SIGNED4 or UNSIGNED4 of `few_rows_loops` for packed values; others are int8
+    KIND = 5  # of `few_rows_loops`; values of 8 bits are int8
     COLUMNS = 6  # number of values of a row of the weight
     OUTPUTS = 7
     ROW_BYTES = 8
@@ -115,7 +139,7 @@ def many_integers_part(part, _count, call):
         grids[r, 0] = x_scale[r * call[CallField.SCALE_STEP]]
         grids[r, 1] = X_OFFSET - x_zero[r * call[CallField.ZERO_STEP]]
     unpacked, numbers = np.zeros((words, COLUMNS), np.int32), np.zeros((scales + 2, COLUMNS), np.float32)
-    scratch = np.empty((ROWS, COLUMNS), np.float32)
+    scratch, of_row = np.empty((ROWS, COLUMNS), np.float32), np.empty(words, np.int32)
     at_unpacked, at_numbers, at_grids = _address(unpacked), _address(numbers), _address(grids)
     for column in range(part[PartField.FIRST], end, COLUMNS):
         count = min(COLUMNS, end - column)
@@ -123,11 +147,7 @@ def many_integers_part(part, _count, call):
             for k in range(scales):
                 numbers[k, c] = scale[column + c, k]
             numbers[scales, c], numbers[scales + 1, c] = ones[column + c], bias[column + c]
-        if kind >= SIGNED4:
-            flip = 0x88888888 if kind == SIGNED4 else 0
-            _unpack4(weight + row_bytes * column, row_bytes, count, flip, zeros[column:], block, unpacked)
-        else:
-            _unpack8(weight + row_bytes * column, row_bytes, count, unpacked)
+        _unpack(kind, weight + row_bytes * column, row_bytes, count, zeros[column:], block, of_row, unpacked)
         target, target_bytes = out + 4 * column, 4 * outputs
         for first in range(0, rows, ROWS):
             r = min(first, rows - ROWS)  # the last tile may compute rows of the one before again
@@ -145,4 +165,4 @@ def many_integers_part(part, _count, call):
                 results = carray(floats(out + 4 * (outputs * (r + i) + column)), count)
                 for c in range(count):
                     results[c] = scratch[i, c]
-    unpacked[0, 0], scratch[0, 0], numbers[0, 0], grids[0, 0] = 0, 0, 0, 0  # keeps them alive, as addresses are used
+    unpacked[0, 0], scratch[0, 0], numbers[0, 0], grids[0, 0] = of_row[0], 0, 0, 0  # keeps all alive until here
