@@ -128,7 +128,7 @@ def has_scales_that_are_no_numbers(m: Match) -> bool:
 
 def _have_one_grid(m: Match) -> bool:
     target, source = m.options("quantize"), m.options("dequantize")
-    return all(target.get(key) == source[key] for key in source)  # activations are never packed
+    return all(target[key] == source[key] for key in source.keys() & target.keys())  # activations are never packed
 
 
 @cancel_pair.becomes
