@@ -31,9 +31,9 @@ _USER_BACKENDS: dict[str, str] = {}
 def auto_order() -> tuple[str, ...]:
     """Backends that "auto" tries, best first.
 
-    On x86-64, x86 is the fastest and can emit float; fbgemm is for builds of PyTorch without oneDNN. qnnpack is made
-    for ARM; on x86-64 it is slower than float. The others are for builds of PyTorch without int8 kernels and for other
-    devices: compiled loops (jit), engines, backends of other packages, and last reference, which runs nothing on
+    On x86-64, x86 needs nothing but PyTorch, compiles nothing, and can emit float; fbgemm is for builds of PyTorch
+    without oneDNN. qnnpack is made for ARM; on x86-64 it is slower than float. The others may be faster on x86-64, see
+    `fastest_order`, but "auto" has them for builds of PyTorch without int8 kernels and for other devices: compiled loops (jit), engines, backends of other packages, and last reference, which runs nothing on
     integers.
     """
     torch_kernels = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from fxq.quant.dynamic_grid import MIN_SCALE
 from fxq.quant.packing import Packing
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+_MIN_BLOCK = 16
+"""Smallest size of a block that is made of larger ones."""
 _DYNAMIC_QUANTIZE = "DynamicQuantizeLinear"
 """Op type that computes the range of a tensor and quantizes it to 0..255. Its outputs: integers, scale, zero point."""
 
@@ -186,6 +189,8 @@ def dequantize(
         if channel_axis is not None:  # every runtime has per-channel grids
             step, zero = (t.movedim(channel_axis, 0).flatten(1)[:, 0].contiguous() for t in (step, zero))
             axis, block = channel_axis, None
+        elif axis is not None and block is not None:
+            step, zero, block = _in_equal_blocks((step, zero), x.shape[axis], axis, block)
         return _dequantize(w, x, (step, zero), axis, block, type_number)
     q = stored
     values = w.cached_constant(("real", x.name), lambda: float_values(q, step, zero, axis, block))
@@ -201,6 +206,19 @@ def _channel_axis(grid: tuple[Tensor, Tensor], shape: Sequence[int]) -> int | No
 
     sizes = enumerate(zip(grid[0].shape, shape, strict=True))
     return next((axis for axis, (own, size) in sizes if own == size and is_per_channel(axis)), None)
+
+
+def _in_equal_blocks(grid: tuple[Tensor, Tensor], size: int, axis: int, block: int) -> tuple[Tensor, Tensor, int]:
+    """Scale, zero point and block size for blocks that divide an axis of this size, as OpenVINO requires.
+
+    Each block is cut into smaller ones with equal scales. Blocks stay as they are if they would be too small.
+    """
+    smaller = math.gcd(size, block)
+    if smaller == block or smaller < _MIN_BLOCK:
+        return *grid, block
+    places = torch.arange(0, size, smaller, device="cpu") // block
+    step, zero = (values.index_select(axis, places) for values in grid)
+    return step, zero, smaller
 
 
 def _dequantize(

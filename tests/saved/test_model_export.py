@@ -107,6 +107,19 @@ def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(X.numpy())[0]), qmodel(X), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_openvino_takes_rows_that_are_no_multiple_of_a_block(bits, tmp_path):
+    """Blocks of 128 values of a row of 192 are written as blocks of 64."""
+    openvino = pytest.importorskip("openvino")
+    x = torch.randn(3, 192)
+    recipe = fxq.Recipe.weight_only(bits=bits, per=128, backend="reference")
+    qmodel = fxq.quantize(nn.Linear(192, 32).eval(), recipe, example_inputs=x)
+    compiled = openvino.Core().compile_model(
+        qmodel.export(tmp_path / "m.xml"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    torch.testing.assert_close(torch.from_numpy(compiled(x.numpy())[0]), qmodel(x), rtol=0, atol=1e-5)
+
+
 def test_openvino_does_not_round_the_inputs_of_weight_only_layers(tmp_path):
     openvino = pytest.importorskip("openvino")
     torch.manual_seed(0)
