@@ -33,8 +33,8 @@ def auto_order() -> tuple[str, ...]:
 
     On x86-64, x86 needs nothing but PyTorch, compiles nothing, and can emit float; fbgemm is for builds of PyTorch
     without oneDNN. qnnpack is made for ARM; on x86-64 it is slower than float. The others may be faster on x86-64, see
-    `fastest_order`, but "auto" has them for builds of PyTorch without int8 kernels and for other devices: compiled loops (jit), engines, backends of other packages, and last reference, which runs nothing on
-    integers.
+    `fastest_order`, but "auto" has them for builds of PyTorch without int8 kernels and for other devices: compiled
+    loops (jit), engines, backends of other packages, and last reference, which runs nothing on integers.
     """
     torch_kernels = ("x86", "fbgemm") if cpu.is_x86() else ("qnnpack",)
     return (*torch_kernels, "jit", "openvino", "onnxruntime", *_usable_names(), "reference")
