@@ -123,7 +123,7 @@ def search(
     for each weight, with this weight rounded to 4 bits and all others in float. What other specs cost follows from the
     error of the layer's output, with the integers that the passes of the recipe choose for them, such as `gptq`. Then
     all weights start with the smallest spec, and those that save the most noise per byte get larger ones while the
-    budget lasts. Weights of 2 and 3 bits are stored like those of 4, so they are not tried.
+    budget lasts.
 
     Args:
         model: a float `nn.Module` in eval mode.

@@ -218,19 +218,23 @@ def integer_product(
 
 
 def at_other_rows(*inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Integers of another number of rows with their grids: few if there are many, and the reverse."""
+    """Integers of other numbers of rows with their grids, for which other code runs: fewer, and many."""
     first = inputs[0]
     count = first.numel() // max(first.shape[-1], 1)
     rows = [x.reshape(-1, x.shape[-1]) if x.dim() else x for x in inputs]
     if not count or any(x.dim() and len(x) not in (1, count) for x in rows):
         return ()
 
-    def changed(x: Tensor) -> Tensor:
+    def with_rows(x: Tensor, wanted: int) -> Tensor:
         if not x.dim() or len(x) != count:
             return x
-        return x[:VERIFIED_ROWS] if count > MAX_ROWS else x[:1].repeat(MAX_ROWS + 1, 1)
+        return x[:wanted] if wanted < count else x[:1].repeat(wanted, 1)
 
-    return [tuple(map(changed, rows))]
+    loops = loops_for("few_rows_loops", 0, *inputs)
+    most = MAX_ROWS if loops is None else loops.MAX_INTEGER_ROWS
+    others = [min(VERIFIED_ROWS, most)] if count > most else []
+    others += [MAX_ROWS + 1] if count <= MAX_ROWS else []
+    return [tuple(with_rows(x, wanted) for x in rows) for wanted in others]
 
 
 def _shifted(y: Tensor, zero_point: Tensor, ones: Tensor) -> Tensor:

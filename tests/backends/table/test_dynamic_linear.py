@@ -96,16 +96,16 @@ def test_a_symmetric_grid_has_its_zero_point_in_the_kernel():
 
 
 @needs_numba
-@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize(("rows", "most"), [(2, 16), (40, 16), (8, 4), (40, 4)])
 @pytest.mark.parametrize(
     ("product", "weight"),
     [(FewRowsProduct, None), (FewRowsProduct, WEIGHTS["int4 blocks"]), (ManyRowsProduct, WEIGHTS["int4 blocks"])],
     ids=["int8", "int4", "int4, many rows"],
 )
-def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, product, weight, monkeypatch):
+def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, most, product, weight, monkeypatch):
     call = product.of_integers
     monkeypatch.setattr(product, "of_integers", lambda self, *args: call(self, *args) * 1.05)
-    monkeypatch.setattr(loops("few_rows_loops"), "MAX_INTEGER_ROWS", 16)
+    monkeypatch.setattr(loops("few_rows_loops"), "MAX_INTEGER_ROWS", most)
     monkeypatch.setattr(loops("many_rows_loops"), "IS_FASTER", True)
     with pytest.warns(UserWarning):
         qmodel = quantized(weight or fxq.Recipe.dynamic().config.weight, rows)
