@@ -17,7 +17,7 @@ from fxq.quant.dynamic_grid import MIN_SCALE
 from fxq.quant.packing import Packing
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
-_MIN_BLOCK = 16
+_MIN_BLOCK = 32
 """Smallest size of a block that is made of larger ones."""
 _DYNAMIC_QUANTIZE = "DynamicQuantizeLinear"
 """Op type that computes the range of a tensor and quantizes it to 0..255. Its outputs: integers, scale, zero point."""
