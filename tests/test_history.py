@@ -58,8 +58,10 @@ def test_a_run_is_appended_with_machine_versions_and_date(tmp_path):
 
 
 def test_nothing_is_written_unless_asked(monkeypatch):
-    monkeypatch.setattr(history, "write", lambda *args: pytest.fail("it wrote"))
+    written = []
+    monkeypatch.setattr(history, "write", lambda *args: written.append(args))
     history.append(None, "bench.kernels", [("add", "ratio", 1.5, "times")])
+    assert not written
 
 
 def test_the_newest_run_is_on_the_page():

@@ -52,9 +52,9 @@ def synthetic(
         The batches, as float32 tensors of this shape on the CPU.
 
     Raises:
-        InputError: the model has no batch norm with recorded statistics, is in train mode, does not compute batches of
-            this shape, its batch norms do not depend on the batch; or `bounds` are not two finite
-            numbers in ascending order.
+        InputError: the model has no batch norm with recorded statistics, is in train mode, or does not compute batches
+            of this shape; its batch norms do not depend on the batch; or `bounds` are not two finite numbers in
+            ascending order.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
@@ -63,12 +63,7 @@ def synthetic(
         [(2, 3, 8, 8), (2, 3, 8, 8)]
     """
     shape = tuple(shape)
-    if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
-        raise InputError(f"shape is {shape}, not the shape of a batch such as (8, 3, 224, 224).")
-    if batches < 1 or steps < 0:
-        raise InputError(f"batches is {batches} and steps is {steps}: at least 1 batch and 0 steps.")
-    if bounds is not None:
-        _check_bounds(bounds)
+    _check_arguments(shape, bounds, batches, steps)
     if model.training:
         raise InputError("the model is in train mode, so that its statistics would change: call model.eval() first.")
     with torch.inference_mode(False):
@@ -87,23 +82,21 @@ def synthetic(
     low, high = (-math.inf, math.inf) if bounds is None else bounds
     center, deviation = (0.0, 1.0) if bounds is None else ((low + high) / 2, (high - low) / 4)
     generator = torch.Generator().manual_seed(seed)
+    starts = ((center + deviation * _noise(shape, generator)).clamp(low, high) for _ in range(batches))
     with torch.inference_mode(False), progress_bar("synthetic data", batches * steps, progress) as advance:
         return [
-            _matched(
-                network,
-                norms,
-                (center + deviation * _noise(shape, generator)).clamp(low, high),
-                (low, high),
-                steps,
-                learning_rate * deviation,
-                advance,
-            )
-            for _ in range(batches)
+            _matched(network, norms, start, (low, high), steps, learning_rate * deviation, advance) for start in starts
         ]
 
 
-def _check_bounds(bounds: Sequence[float]) -> None:
-    """Raise `InputError` if bounds are not two finite numbers in ascending order."""
+def _check_arguments(shape: Sequence[int], bounds: Sequence[float] | None, batches: int, steps: int) -> None:
+    """Raise `InputError` if a shape is not that of a batch, bounds do not ascend, or there are too few batches."""
+    if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
+        raise InputError(f"shape is {shape}, not the shape of a batch such as (8, 3, 224, 224).")
+    if batches < 1 or steps < 0:
+        raise InputError(f"batches is {batches} and steps is {steps}: at least 1 batch and 0 steps.")
+    if bounds is None:
+        return
     if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
         raise InputError(f"bounds is {bounds}, not the smallest and the largest value of inputs such as (0, 1).")
 

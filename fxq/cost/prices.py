@@ -239,10 +239,10 @@ def slower_for_size(
 
 def _without_loops(supports_bfloat16: bool) -> str:
     """Advice on faster linear layers where Numba is missing."""
-    bfloat16 = 'in bfloat16 (fxq.Recipe.weight_only(compute="bfloat16")), or ' if supports_bfloat16 else ""
+    bfloat16 = 'in bfloat16 (fxq.Recipe.weight_only(compute="bfloat16")) or ' if supports_bfloat16 else ""
     return (
         "Numba is not installed, whose compiled loops multiply few rows faster than float: pip install fxq[jit]. "
-        f'Without it, linear layers are faster {bfloat16}with activations in 8 bits, too ("dynamic"). '
+        f'Without it, large linear layers are faster {bfloat16}with dynamic 8-bit activations (the preset "dynamic"). '
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxq.integrations import float_shell, recipe_for
 from fxq.ops import OPS
 from fxq.quant.packing import Packing
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import LOW_BITS, TensorSpec
 from fxq.recipe.recipe import as_recipe
 from fxq.workflow.entry import trainable_model
 
@@ -63,11 +63,13 @@ def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
         spelled = OPS.of_module(module)
         op = "linear" if spelled is None else spelled[0].name
         for leaf, tensor in module.named_parameters(recurse=False):
-            spec = chosen.config_for(path, (op,), types)[0].weight if leaf == "weight" and tensor.dim() > 1 else None
-            if spec is None:
+            config = chosen.config_for(path, (op,), types)[0] if leaf == "weight" and tensor.dim() > 1 else None
+            spec = None if config is None else config.weight
+            if config is None or spec is None:
                 floats[id(tensor)] = 4 * tensor.numel()
                 continue
-            integers[id(tensor)] = _stored_bytes(tensor, spec.for_embedding if op == "embedding" else spec)
+            is_packed = config.activation is None or spec.block is not None or spec.bits <= LOW_BITS
+            integers[id(tensor)] = _stored_bytes(tensor, spec.for_embedding if op == "embedding" else spec, is_packed)
             if op == "linear" and spec.block is not None:  # scales, and scaled zero points, in float32
                 scales[id(tensor)] = (4 if spec.symmetric else 8) * _blocks(tensor, spec.block)
             largest = max(largest, 4 * tensor.numel())
@@ -75,11 +77,11 @@ def estimate_memory(model: Any, recipe: Any = "weight_only") -> MemoryEstimate:
     return MemoryEstimate(result, result + sum(scales.values()) + _LARGEST_COPIES * largest + _OVERHEAD)
 
 
-def _stored_bytes(weight: Tensor, spec: TensorSpec) -> int:
-    """Bytes of the integers, scales and zero points of a weight."""
+def _stored_bytes(weight: Tensor, spec: TensorSpec, is_packed: bool) -> int:
+    """Bytes of the integers, scales and zero points of a weight. `is_packed`: whether its layer packs few bits."""
     if spec.format == "float16":
         return 2 * weight.numel()
-    packing = Packing.of_grid(spec.qmin, spec.qmax, tuple(weight.shape[1:]))
+    packing = Packing.of_grid(spec.qmin, spec.qmax, tuple(weight.shape[1:])) if is_packed else None
     values = weight.numel() if packing is None else len(weight) * packing.row_bytes
     if spec.block is None:
         return values + 8 * (len(weight) if spec.per == "channel" else 1)

@@ -55,7 +55,9 @@ class Recipe:
         extensions: import paths of your own ops and kernels, see `with_extensions`.
         optimize: "speed": ops that are faster in float on this machine, conversions included, stay in float;
             "coverage": every op that can runs on integers, and nothing is timed; "decided": as `decided` says.
-            Default: "coverage" for the preset "qat", else "speed".
+            Default: "coverage" for the preset "qat", else "speed". With the preset "dynamic", models of transformers
+            that generate have "coverage" even if "speed" is asked for: a token is bound by reading the weights, which
+            prices do not show. An override with `fxq.FLOAT` keeps a layer in float.
         decided: decisions for optimize="decided", see `QuantizedModel.recipe_as_decided`.
         check: "none", or "numeric": compare the graph with the float model on the example input after every pass.
         max_loss: dB of SQNR that one pass may lose before check="numeric" warns.

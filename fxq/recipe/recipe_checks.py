@@ -82,7 +82,8 @@ def check_config(config: QuantConfig, where: str, trains: bool = False) -> None:
 
 def _unsupported(config: QuantConfig) -> Iterator[str]:
     """Reasons why a config is not supported."""
-    if config.compute != "float32" and (config.activation is not None or config.weight is None):
+    has_integer_weight = config.weight is not None and config.weight.format == "integer"
+    if config.compute != "float32" and (config.activation is not None or not has_integer_weight):
         yield f'compute="{config.compute}" is for layers with integer weights and float activations: leave it out.'
     if config.is_float:
         return

@@ -40,10 +40,15 @@ SPECS: Mapping[str, TensorSpec] = {
     "4 bits, blocks of 64": weight_spec(4, 64, None),
     "4 bits, blocks of 32": weight_spec(4, 32, None),
     "6 bits": weight_spec(6, None, None),
+    "6 bits, blocks of 64": weight_spec(6, 64, None),
     "8 bits": weight_spec(8, None, None),
     "float16": weight_spec(8, None, torch.float16),
 }
 """Specs that are tried for each weight."""
+_MAX_CHANGES = 4000
+"""Number of specs of all weights up to which pairs of changes are tried; the pairs of more take too much memory."""
+_MIN_SAVED = 1e-9
+"""Share of the noise that a change has to save."""
 _MEASURED = "4 bits, blocks of 64"
 """Spec with which the model runs, rounded to nearest. Noise with other specs follows from the error of the layer."""
 _NEAREST = "rounded to nearest"
@@ -352,21 +357,57 @@ def _within(weights: Sequence[_Weight], most: float) -> list[str]:
             f"the budget is {8 * most / total:.2f} bits per weight, and the smallest specs take "
             f"{8 * size / total:.2f}, scales included: raise the budget."
         )
-    steps: list[tuple[float, int, int]] = []
+    steps: list[tuple[float, int, int, int]] = []
 
     def push(i: int) -> None:
         weight, names, place = weights[i], options[i], places[i]
         for later in range(place + 1, len(names)):
             a, b = names[place], names[later]
             gain = (weight.noise[a] - weight.noise[b]) / (weight.sizes[b] - weight.sizes[a])
-            heapq.heappush(steps, (-gain, i, later))
+            heapq.heappush(steps, (-gain, i, place, later))
 
     for i in range(len(weights)):
         push(i)
     while steps:
-        _, i, later = heapq.heappop(steps)
-        extra = weights[i].sizes[options[i][later]] - weights[i].sizes[options[i][places[i]]]
-        if later > places[i] and size + extra <= most:
+        _, i, place, later = heapq.heappop(steps)
+        extra = weights[i].sizes[options[i][later]] - weights[i].sizes[options[i][place]]
+        if place == places[i] and size + extra <= most:  # else its gain is that of a spec that it has left
             size, places[i] = size + extra, later
             push(i)
+    _exchange(weights, options, places, most - size)
     return [names[place] for names, place in zip(options, places, strict=True)]
+
+
+def _exchange(weights: Sequence[_Weight], options: Sequence[Sequence[str]], places: list[int], left: float) -> None:
+    """Change the specs of one or two weights at a time, as long as that lowers the noise most and fits.
+
+    A step that saves much may not fit any more, but would if another weight took a smaller spec.
+
+    Args:
+        weights: the weights.
+        options: specs of each weight, by size.
+        places: place of the chosen spec of each weight in its options; changed in place.
+        left: bytes of the budget that are left.
+    """
+    changes = [(-1, 0), *((i, k) for i, names in enumerate(options) for k in range(len(names)))]  # the first: none
+    if len(changes) > _MAX_CHANGES:
+        return
+    owner = torch.tensor([i for i, _ in changes])
+    all_sizes, all_noise = (
+        torch.tensor([0.0, *(table[i][name] for i, names in enumerate(options) for name in names)], dtype=torch.float64)
+        for table in ([weight.sizes for weight in weights], [weight.noise for weight in weights])
+    )
+    firsts = [1 + sum(map(len, options[:i])) for i in range(len(options))]
+    while True:
+        chosen = torch.tensor([0, *(first + place for first, place in zip(firsts, places, strict=True))])
+        size, noise = (values - values[chosen[owner + 1]] for values in (all_sizes, all_noise))
+        fits = (size[:, None] + size <= left) & (owner[:, None] != owner)
+        saved = torch.where(fits, noise[:, None] + noise, math.inf)
+        best = int(saved.argmin())
+        if not float(saved.view(-1)[best]) < -_MIN_SAVED * float(all_noise[chosen].sum()):
+            return
+        for change in divmod(best, len(changes)):
+            i, k = changes[change]
+            left -= float(size[change])
+            if i >= 0:
+                places[i] = k

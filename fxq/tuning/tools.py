@@ -161,12 +161,7 @@ def search(
     if (target is None) == (budget is None):
         raise InputError("search takes either a target or a budget.")
     if budget is not None:
-        most = bits_of(budget)
-        chosen = as_recipe(recipe)
-        trials = calibrated_trials(model, with_fewest_bits(chosen), data, metric, progress)
-        trials.recipe = replace(trials.recipe, config=chosen.config)
-        with progress_bar("searching", None, progress) as advance:
-            return search_bits(trials, most, executor, advance)
+        return _search_within(budget, model, recipe, data, metric, executor, progress)
     target_value: Any = target
     if isinstance(target_value, bool) or not isinstance(target_value, Real) or not target_value == target_value:
         raise InputError(f"target is {target!r}; give a number: dB, or with a metric the largest acceptable drop.")
@@ -177,6 +172,23 @@ def search(
         raise InputError("the metric returned NaN for the float model, so no drop from it can be computed.")
     with progress_bar("searching", None, progress) as advance:
         return Search(trials, min_score, executor, advance).run()
+
+
+def _search_within(
+    budget: str | float,
+    model: nn.Module,
+    recipe: Any,
+    data: Iterable[Any],
+    metric: Metric | None,
+    executor: Executor | None,
+    progress: bool | None,
+) -> BitsResult:
+    """Search for the bits of each weight within a budget, see `search`."""
+    most, chosen = bits_of(budget), as_recipe(recipe)
+    trials = calibrated_trials(model, with_fewest_bits(chosen), data, metric, progress)
+    trials.recipe = replace(trials.recipe, config=chosen.config)
+    with progress_bar("searching", None, progress) as advance:
+        return search_bits(trials, most, executor, advance)
 
 
 def bisect(model: nn.Module, q: QuantizedModel, data: Iterable[Any], *, progress: bool | None = None) -> Bisection:

@@ -22,6 +22,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def main() -> None:
         numbers += _model_table(arguments, clock)
         if not arguments.no_stack:
             numbers += _stack_table(tuple(arguments.only), clock)
-    name = "bench.decode" + (f" --model {arguments.model}" if arguments.model else "")
+    name = "bench.decode" + (f" --model {Path(arguments.model).name}" if arguments.model else "")
     history.append(
         arguments.history, name + (f" --threads {arguments.threads}" if arguments.threads > 1 else ""), numbers
     )

@@ -9,7 +9,7 @@ table for each benchmark and CPU. A number of the page is changed by running its
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -80,21 +80,24 @@ def run_table(records: Sequence[Record]) -> Iterator[str]:
         quantities.update(dict.fromkeys(numbers))
         rows.append(case)
     for quantities, rows in tables:
-        titles = [titled(next(cases[case][q] for case in rows if q in cases[case])) for q in quantities]
+        units = {q: {cases[case][q].unit for case in rows if q in cases[case]} for q in quantities}
+        titles = [titled(q, units[q]) for q in quantities]
         lines = [line(["case", *titles]), "|" + "---|" * (len(titles) + 1)]
-        lines += [line([case, *(shown(cases[case].get(quantity)) for quantity in quantities)]) for case in rows]
+        lines += [line([case, *(shown(cases[case].get(q), len(units[q]) > 1) for q in quantities)]) for case in rows]
         yield "\n".join(lines)
 
 
-def titled(record: Record) -> str:
-    """Quantity with its unit, as the title of a column."""
-    named = not record.unit or record.unit in record.quantity
-    return record.quantity if named else f"{record.quantity}, {record.unit}"
+def titled(quantity: str, units: Collection[str]) -> str:
+    """Quantity as the title of a column, with the unit of its numbers if they have one and it does not name it."""
+    (unit, *others) = units
+    return quantity if others or not unit or unit in quantity.split() else f"{quantity}, {unit}"
 
 
-def shown(record: Record | None) -> str:
+def shown(record: Record | None, with_unit: bool) -> str:
     """Number of a cell in three digits; empty where none came out."""
-    return "" if record is None or record.value is None else f"{record.value:.3g}"
+    if record is None or record.value is None:
+        return ""
+    return f"{record.value:.3g} {record.unit}".strip() if with_unit else f"{record.value:.3g}"
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def test_the_metric_judges_it():
 
 def weights(errors):
     """Weights of 1,000 values, whose noise with each spec is that of the bits, times a factor."""
-    sizes = dict(zip(SPECS, (300, 420, 515, 540, 600, 750, 1000, 2000), strict=True))
+    sizes = dict(zip(SPECS, (300, 420, 515, 540, 600, 750, 800, 1000, 2000), strict=True))
     group = []
     for factor in errors:
         noise = {name: factor * 4.0 ** (-size / 125) for name, size in sizes.items()}
@@ -116,10 +116,10 @@ def weights(errors):
     return group
 
 
-def test_bytes_go_where_they_save_the_most_noise():
-    """Against trying all choices."""
+@pytest.mark.parametrize("most", [1200, 1400, 1600, 1800, 2000, 2200, 2300, 2600, 3000, 3200, 3400, 3700, 4000])
+def test_bytes_go_where_they_save_the_most_noise(most):
+    """Against trying all choices. For 3,200 bytes, all three weights would have to change at once."""
     group = weights([1.0, 0.01, 30.0])
-    most = 2300
     choice = _within(group, most)
 
     def noise_of(names):
@@ -130,7 +130,7 @@ def test_bytes_go_where_they_save_the_most_noise():
 
     assert size_of(choice) <= most
     best = min(noise_of(c) for c in itertools.product(SPECS, repeat=3) if size_of(c) <= most)
-    assert noise_of(choice) <= 1.2 * best  # steps of three weights are coarse, and a step is not taken back
+    assert noise_of(choice) <= (1.4 if most == 3200 else 1.1) * best
 
 
 def test_bad_budgets():

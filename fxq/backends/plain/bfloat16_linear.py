@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -96,23 +97,31 @@ class BFloat16Product:
         return self._scaled(y.to(torch.float32)).view(*x.shape[:-1], -1)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return what the product is up to float32 rounding, from the weight in float32."""
-        rows, stored = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).to(torch.float32), self._stored
-        if stored.packing is None:
-            weight = stored.integers(stored.empty())
-        else:
-            outputs, columns = len(stored.values), stored.row[0]
-            groups = stored.packing.unpack(stored.values).view(outputs, -1, self._group).to(torch.float32)
-            grid = _scales_and_zeros(stored, self._group).to(torch.float32).transpose(0, 1)
-            middle = 0 if stored.packing.signed else _MIDDLE
-            weight = ((groups - middle) * grid[..., :1] + grid[..., 1:]).view(outputs, columns)
-        y = F.linear(rows, weight).to(torch.bfloat16).to(torch.float32)
+        """Return what the product is up to float32 rounding, computed without the packed form of the weight."""
+        rows = _rounded(x.reshape(-1, x.shape[-1]))
+        y = _rounded(F.linear(rows, _rounded_weight(self._stored)))
         return self._scaled(y).view(*x.shape[:-1], -1)
 
     def _scaled(self, y: Tensor) -> Tensor:
         if self._scale is None:
             return y if self._bias is None else y.add_(self._bias)
         return y.mul_(self._scale) if self._bias is None else torch.addcmul(self._bias, y, self._scale)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Values rounded to bfloat16, as float32."""
+    return values.to(torch.bfloat16).to(torch.float32)
+
+
+def _rounded_weight(stored: StoredWeight) -> Tensor:
+    """Weight whose grid is rounded as for PyTorch's kernel, float32 (O, K); without scales that are applied to sums."""
+    assert stored.scale is not None  # otherwise `bfloat16_refused` refuses it
+    if stored.block is None:
+        return replace(stored, scale=torch.ones_like(stored.scale)).floats(stored.empty())
+    middle, packed_middle = (0, 0) if stored.packing is None or stored.packing.signed else (_MIDDLE, 0x88)
+    steps = replace(stored, scale=_rounded(stored.scale), zero_point=torch.full_like(stored.scale, middle))
+    middles = replace(stored, values=torch.full_like(stored.values, packed_middle))
+    return steps.floats(stored.empty()).add_(_rounded(middles.floats(stored.empty())))
 
 
 def bfloat16_refused(stored: StoredWeight) -> str | None:

@@ -19,7 +19,7 @@ _WORD = 4
 
 
 class ManyRowsProduct:
-    """Product x @ weight.T + bias for more than `MAX_ROWS` rows of integers, and the constants of its loop.
+    """Product x @ weight.T + bias for many rows of integers, and the constants of its loop.
 
     The loop unpacks some rows of the weight to int8, and multiplies all rows of the input by them.
 
@@ -45,7 +45,7 @@ class ManyRowsProduct:
         """Return the product, float32 (..., O). See `FewRowsProduct.of_integers`.
 
         Args:
-            x: uint8 (..., K), more than `MAX_ROWS` rows.
+            x: uint8 (..., K), at least `ROWS` of the loop: it writes whole tiles of rows.
             scale: contiguous float32, with one element or one for each row.
             zero_point: likewise, whole numbers.
         """

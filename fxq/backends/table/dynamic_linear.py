@@ -23,7 +23,7 @@ from fxq.quant.spec import LOW_BITS
 
 
 class DynamicLinear(WeightOnlyLinear):
-    """Linear layer on integers with dynamic scales. Weights of 6 bits or fewer are packed.
+    """Linear layer on integers with dynamic scales, for weights that `suits` selects. Those of 2 to 6 bits are packed.
 
     Rows are multiplied as integers in compiled loops, see `FewRowsProduct.of_integers` and `ManyRowsProduct`. Without
     these, the real values of input and weight are multiplied.
@@ -75,10 +75,11 @@ class DynamicLinear(WeightOnlyLinear):
 
     def _of_many_rows(self, x: Tensor) -> ManyRowsProduct | None:
         """Compiled product for many rows of integers; None if there is none, or it is not faster than one of floats."""
-        fits = x.shape[-1:] == (math.prod(self.stored_weight().row),) and x.numel() > 0
+        columns = math.prod(self.stored_weight().row)
+        fits = x.shape[-1:] == (columns,) and x.numel() > 0
         few = self._product(x, 0) if fits else None
         loops = None if few is None else loops_for("many_rows_loops", 0, x, *self._buffers.values())
-        if loops is None or few is None or not loops.IS_FASTER:
+        if loops is None or few is None or not loops.IS_FASTER or x.numel() < loops.ROWS * columns:
             return None
 
         def make() -> ManyRowsProduct | None:

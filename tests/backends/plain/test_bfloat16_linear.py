@@ -184,6 +184,25 @@ def test_a_wrong_kernel_is_noticed_whatever_the_rows_of_the_example(rows, withou
         assert quantized(rows=rows).ledger.where(kind="unverified")
 
 
+@pytest.mark.parametrize("factor", [1.1, 3.0])
+def test_a_wrong_grid_is_noticed(factor, without_numba, monkeypatch):
+    make = bfloat16_linear._scales_and_zeros
+    monkeypatch.setattr(bfloat16_linear, "_scales_and_zeros", lambda *args: make(*args) * factor)
+    with pytest.warns(UserWarning, match="kernel is wrong on this machine"):
+        assert quantized(bits=4, per=32).ledger.where(kind="unverified")
+
+
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(("bits", "per"), [(4, 32), (4, 64), (4, "channel"), (4, "tensor"), (8, "channel")])
+def test_the_rounded_result_is_that_of_the_kernel(bits, per, signed, with_zero):
+    weight = stored(32, 64, bits, per, signed or bits == 8, with_zero and bits == 4)
+    multiply, x = BFloat16Product(weight, torch.randn(32)), torch.randn(4, 64)
+    _, terms = product(x, weight, torch.zeros(32))
+    apart = (multiply(x) - multiply.rounded(x)).abs()  # a sum between two values of bfloat16 may be rounded to either
+    assert (apart <= BFLOAT16 * terms).all() and (apart > 1e-5 * terms).float().mean() <= 0.1
+
+
 def test_a_file_is_verified_on_another_machine(without_numba, monkeypatch):
     qmodel = quantized()
     qmodel.verify()

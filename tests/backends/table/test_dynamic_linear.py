@@ -112,6 +112,21 @@ def test_a_wrong_loop_is_noticed_whatever_the_rows_of_the_example(rows, most, pr
     assert qmodel.ledger.where(kind="unverified")
 
 
+@needs_numba
+def test_fewer_rows_than_a_tile_are_not_for_the_loop_of_many_rows(monkeypatch):
+    """On AVX512 without VNNI a tile has 6 rows, and the loop for few rows is the fastest up to 4."""
+    monkeypatch.setattr(loops("many_rows_loops"), "IS_FASTER", True)
+    monkeypatch.setattr(loops("many_rows_loops"), "ROWS", 6)
+    monkeypatch.setattr(loops("few_rows_loops"), "MAX_INTEGER_ROWS", 4)
+    (kernel,) = (m for m in quantized(WEIGHTS["int4 blocks"]).modules() if isinstance(m, DynamicLinear))
+    rows = [torch.zeros(n, 128, dtype=torch.uint8) for n in (5, 6)]
+    assert kernel._of_many_rows(rows[0]) is None and kernel._of_many_rows(rows[1]) is not None
+    x, scale = torch.randint(0, 256, (5, 128), dtype=torch.uint8), torch.rand(5, 1)
+    wanted = (x.double() - 128) * scale.double() @ real_weight(kernel).T + kernel.bias
+    y = kernel(x, scale, torch.full((5, 1), 128.0))
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-3)  # float32 sums
+
+
 def test_int8_per_channel_keeps_the_kernel_of_many_rows():
     kernels = {type(module) for module in quantized(fxq.Recipe.dynamic().config.weight).modules()}
     assert DynamicLayer in kernels and DynamicLinear not in kernels

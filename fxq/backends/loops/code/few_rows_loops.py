@@ -157,23 +157,25 @@ def _compute(
 ):  # fmt: skip
     """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
 
-    With `bits`, rows of `stored_bytes` are unpacked to `row_bytes` first.
+    If `bits` is not 0, a row of the weight has `stored_bytes` bytes in memory, which are unpacked to `row_bytes` bytes
+    before the tiles read them.
     """
-    chunks, column, lines = (row_bytes + CHUNK - 1) // CHUNK, first, weight
+    # `base` is the address of row 0 of the weight as tiles read it, or where it would be before the unpacked rows
+    chunks, column, base = (row_bytes + CHUNK - 1) // CHUNK, first, weight
     unpacked = np.empty((MANY_COLUMNS, row_bytes) if bits else (1, 1), np.uint8)
     while column < end:
         count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
         if bits:
-            lines = unpacked.ctypes.data - row_bytes * column
+            base = unpacked.ctypes.data - row_bytes * column
             for c in range(column, column + count):
-                unpack_row(bits, weight + stored_bytes * c, row_bytes, lines + row_bytes * c)
+                unpack_row(bits, weight + stored_bytes * c, row_bytes, base + row_bytes * c)
         r = 0
         while r < rows:
             is_many = rows - r >= MANY_ROWS and count > 1
             for c in range(column, column + count, SOME_COLUMNS if is_many else count):
                 few = FewRows(
                     x + x_bytes * r, x_sums + 4 * sums * r,
-                    lines + row_bytes * c, row_bytes, chunks, span, places,
+                    base + row_bytes * c, row_bytes, chunks, span, places,
                     scale + 4 * scales * c, scales, offset + 4 * scales * c,
                     bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs, grids + 8 * r, ones + 4 * c,
                 )  # fmt: skip

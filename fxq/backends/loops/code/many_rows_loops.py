@@ -15,7 +15,7 @@ from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
 
-__all__ = ["COLUMNS", "IS_FASTER", "CallField", "PartField", "many_integers_part"]
+__all__ = ["COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
 IS_FASTER = machine_code.KIND.bits >= 256
 """Whether the loop is faster than a product of floats. Kinds of CPU with narrower vectors have not been measured."""
 X_OFFSET = np.float32(machine_code.KIND.x_offset)
