@@ -10,12 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxq.paired.column_rounding import block_grid, round_block
 from fxq.paired.integer_layers import IntegerLayer
 from fxq.paired.output_error import OutputError, WeightRows
 from fxq.paired.reconstruction import Reconstruction
 from fxq.pipeline.context import Context
-from fxq.quant.least_error import least_range
-from fxq.quant.qparams import choose_qparams, scale_dtype
 from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -33,8 +32,10 @@ class Gptq(Reconstruction):
     The error is that of the layer's output on the recorded samples; its Hessian is the Gram matrix of the inputs.
     `Recipe.weight_only` has it for weights of 4 bits or fewer, if there is data. To set its options, or in another
     recipe, insert it after insert-qdq: `recipe.insert_pass(fxq.passes.Gptq(), after="smooth")`. Needs data.
-    Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. Inputs are from the partly quantized graph, outputs
-    from the float graph: Li et al. 2025 (arXiv 2504.02692). Order by blocks: Gafni et al. 2025 (arXiv 2505.14638).
+    Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1. The errors are those of a nearest-plane search, which
+    needs no inverse of the Hessian: Chen et al. 2025 (arXiv 2507.18553). Inputs are from the partly quantized graph,
+    outputs from the float graph: Li et al. 2025 (arXiv 2504.02692). Order by blocks: Gafni et al. 2025
+    (arXiv 2505.14638).
 
     Args:
         samples: number of recorded samples to use.
@@ -119,27 +120,27 @@ class Gptq(Reconstruction):
                 weights at that time; the block's columns then stay together. None: the grid stays.
         """
         factors = self._factors(error, size)
-        order, ahead = factors.order, factors.ahead
-        real = layer.weight - error.slope @ factors.inverse  # the float weight of least error
+        order, ahead, back = factors.order, factors.ahead, factors.order.argsort()
         # columns are rows here, which are contiguous: (groups, inputs, outputs)
-        remaining, scale, zero_point = (
-            values[:, :, order].mT.contiguous() for values in (real, layer.scale, layer.zero_point)
+        target = layer.weight[:, :, order].mT - factors.solved(error.slope)  # the float weight of least error
+        scale, zero_point = (
+            torch.empty_like(target) if size is not None else values[:, :, order].mT.contiguous()
+            for values in (layer.scale, layer.zero_point)
         )
-        steps, errors, count = torch.empty_like(remaining), torch.empty_like(remaining), len(order)
+        steps, errors, spec = torch.empty_like(target), torch.empty_like(target), _spec_of(layer)
         starts = _starts(order, size)
-        for start, stop in zip(starts, [*starts[1:], count], strict=True):
+        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
             block = slice(start, stop)
+            real = torch.baddbmm(target[:, block], ahead[:, block, :start], errors[:, :start])
             if size is not None:
-                chosen = _grid(remaining[:, block].mT, factors.importance[:, None, block], _spec_of(layer))
+                chosen = block_grid(real, factors.importance[:, block], spec)
                 scale[:, block], zero_point[:, block] = (values[:, None] for values in chosen)
-            _round_block(
-                remaining[:, block], scale[:, block], layer.qmin - zero_point[:, block],
-                layer.qmax - zero_point[:, block], ahead[:, block, block], steps[:, block], errors[:, block],
+            steps[:, block], errors[:, block] = round_block(
+                target[:, block], real, scale[:, block], layer.qmin - zero_point[:, block],
+                layer.qmax - zero_point[:, block], ahead[:, block, block],
             )  # fmt: skip
-            remaining[:, stop:].baddbmm_(ahead[:, block, stop:].mT, errors[:, block], alpha=-1)
-        back = order.argsort()
-        scale, zero_point, steps = (values.mT[:, :, back] for values in (scale, zero_point, steps))
-        return replace(layer, scale=scale, zero_point=zero_point), steps + zero_point
+        scale, zero_point, steps = (values[:, back].mT.contiguous() for values in (scale, zero_point, steps))
+        return replace(layer, scale=scale, zero_point=zero_point), steps.add_(zero_point)
 
     def _factors(self, error: OutputError, size: int | None) -> _Factors:
         """Factors of the inverse Hessian, with the columns in order; computed once for layers with the same inputs."""
@@ -166,54 +167,33 @@ class Gptq(Reconstruction):
 
 @dataclass(frozen=True)
 class _Factors:
-    """Inverse of a Hessian, and its factors for columns in an order: U.mT @ U, with U = diagonal * ahead.
+    """Factors of a Hessian, for columns in an order.
 
     Attributes:
         order: order of the columns, (K,).
-        inverse: inverse of the Hessian, not in order, (G, K, K).
-        ahead: how much of a column's error each later column compensates, in order, (G, K, K), ones on the diagonal.
+        lower: Cholesky factor of the Hessian with the columns in reverse order, (G, K, K).
+        ahead: how much a column (second axis) compensates the error of an earlier one, in order, (G, K, K).
         importance: error of the output for an error of 1 in a column that all later ones compensate, in order, (G, K).
     """
 
     order: Tensor
-    inverse: Tensor
+    lower: Tensor
     ahead: Tensor
     importance: Tensor
 
     @classmethod
     def of(cls, hessian: Tensor, order: Tensor) -> _Factors:
         """Factors of a Hessian, (G, K, K), for columns in an order, (K,)."""
-        # the lower factor of the reversed Hessian, reversed, is upper, and so is its inverse
         last = order.flip(0)
         lower = torch.linalg.cholesky(hessian[:, last][:, :, last])
-        unit = torch.eye(len(order), device=hessian.device).expand_as(lower)
-        upper = torch.linalg.solve_triangular(lower, unit, upper=False).flip(1, 2)
-        diagonal, back = upper.diagonal(dim1=1, dim2=2), order.argsort()
-        inverse = (upper.mT @ upper)[:, back][:, :, back]
-        return cls(order, inverse, upper / diagonal[:, :, None], diagonal**-2)
+        # The error is |U e|^2 with U = lower.mT, e in reverse order: a column meets the errors of earlier ones only.
+        upper = lower.mT.flip(1, 2)
+        diagonal = upper.diagonal(dim1=1, dim2=2)
+        return cls(order, lower, upper / diagonal[:, :, None], diagonal**2)
 
-
-def _round_block(
-    remaining: Tensor, scale: Tensor, low: Tensor, high: Tensor, ahead: Tensor, steps: Tensor, errors: Tensor
-) -> None:
-    """Round the columns of a block one after the other; the later columns of the block compensate.
-
-    Args:
-        remaining: float weights, as they are before the block, (G, n, R), as all tensors but `ahead`.
-        scale: scales.
-        low: smallest integers minus zero points.
-        high: largest integers minus zero points.
-        ahead: how much of each error later columns compensate, (G, n, n).
-        steps: receives the integers minus zero points.
-        errors: receives the errors of the weights at the time of their rounding.
-    """
-    for i in range(remaining.shape[1]):
-        column = slice(i, i + 1)
-        real = remaining[:, column]
-        if i:
-            real = torch.baddbmm(real, ahead[:, :i, column].mT, errors[:, :i], alpha=-1)
-        torch.div(real, scale[:, column], out=steps[:, column]).round_().clamp_(low[:, column], high[:, column])
-        torch.addcmul(real, steps[:, column], scale[:, column], value=-1, out=errors[:, column])
+    def solved(self, rows: Tensor) -> Tensor:
+        """Rows, (G, R, K), times the inverse of the Hessian, in order, (G, K, R)."""
+        return torch.cholesky_solve(rows[:, :, self.order.flip(0)].mT, self.lower).flip(1)
 
 
 def _descending(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -234,17 +214,8 @@ def _spec_of(layer: WeightRows) -> TensorSpec:
     return TensorSpec(bits=bits, signed=layer.qmin < 0, symmetric=layer.is_symmetric)
 
 
-def _grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, (G, R), of least weighted error for values (G, R, n) with weights (G, 1, n)."""
-    ends = least_range(values, values.amin(2), values.amax(2), spec, 2.0, weights.expand_as(values), _ZOOMS)
-    grid = choose_qparams(*ends, spec)
-    return grid.scale.to(scale_dtype(grid.scale)).float(), grid.zero_point.float()
-
-
 _GROUP = 128
-"""Number of columns after which the errors are propagated to all later columns, if there are no blocks."""
-_ZOOMS = ((-0.6, 0.0, 5),)
-"""Passes of the search for the range of a block. Later columns compensate, so that a finer search gains little."""
+"""Number of columns of a block, if the weight has no blocks."""
 _TRUST_FACTORS = 1 / 4, 1.0, 4.0
 """Factors of `trust` that are tried. No smaller ones, since earlier layers were fitted to the held-out patches, too."""
 _TRIAL_ROWS = 128

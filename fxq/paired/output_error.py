@@ -103,7 +103,7 @@ class InputProducts:
         """
         self.count += x.shape[1]
         weighted = x if counts is None else x * counts[:, None]
-        gram, total = weighted.mT @ x, weighted.sum(1)
+        gram, total = _symmetric(weighted, x), weighted.sum(1)
         mixed, real_total = gram, total
         if real is not None:
             mixed = weighted.mT @ real
@@ -135,6 +135,24 @@ class InputProducts:
     def means(self) -> tuple[Tensor, ...]:
         """Mean products of each two inputs, (G, K, K), of inputs and float inputs, and means of both, (G, K)."""
         return tuple(total / max(self.count, 1) for total in self._sums)
+
+
+def _symmetric(a: Tensor, b: Tensor) -> Tensor:
+    """a.mT @ b for (G, n, K) each, if that is symmetric: only a part is computed, and the rest copied."""
+    size = a.shape[2]
+    if size < _MIN_DIVIDED:
+        return a.mT @ b
+    half = size // 2
+    product = a.new_empty(a.shape[0], size, size)
+    product[:, :half, :half] = _symmetric(a[:, :, :half], b[:, :, :half])
+    product[:, half:, half:] = _symmetric(a[:, :, half:], b[:, :, half:])
+    product[:, :half, half:] = a[:, :, :half].mT @ b[:, :, half:]
+    product[:, half:, :half] = product[:, :half, half:].mT
+    return product
+
+
+_MIN_DIVIDED = 512
+"""Number of inputs from which a Gram matrix is divided. Products of smaller parts are slower."""
 
 
 class OutputError:

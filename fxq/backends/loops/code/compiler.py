@@ -25,7 +25,10 @@ from fxq.common.cache_folder import chosen_folder
 from fxq.errors import BackendError, FxqError
 from fxq.quant.stored_grids import PLAIN_TENSORS
 
-MODULES = ("row_loops", "step_loops", "program_loops", "few_rows_loops", "many_rows_loops", "token_loops", "pool_loops")
+MODULES = (
+    "row_loops", "step_loops", "program_loops", "few_rows_loops", "many_rows_loops", "token_loops", "pool_loops",
+    "rounding_loops",
+)  # fmt: skip
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")
 _MAX_LOOP_THREADS = 4

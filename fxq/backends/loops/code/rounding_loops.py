@@ -1,0 +1,190 @@
+"""Loops that choose the integers of weights one column after the other, and the ranges of blocks of columns.
+
+Weights are stored by column: (columns, rows) float32, where a row holds the weights of one output. All loops run over
+neighbouring rows innermost, for a few rows at a time, so that a block of columns stays in the first-level cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
+
+from fxq.backends.loops.code.compiler import compiled, helper
+
+_f = np.float32
+_TILE = 64
+"""Rows at a time."""
+_FITS = 3
+"""Number of times that scales are fitted to the integers."""
+
+
+@helper
+def _round(real, target, scale, low, high, steps, errors):
+    """Round some rows of a column, see `round_columns`."""
+    for r in range(len(target)):
+        step = np.rint(real[r] / scale[r])
+        step = low[r] if step < low[r] else step
+        step = high[r] if step > high[r] else step
+        steps[r] = step
+        errors[r] = target[r] - step * scale[r]
+
+
+@compiled("f* f* f* f* f* f* f* f* i i")
+def round_columns(target, real, scale, low, high, ahead, steps, errors, columns, rows):
+    """Round columns one after the other; each column compensates the errors of the columns before it.
+
+    Args:
+        target: Float weights of least error, (columns, rows).
+        real: The same, with the compensation of the errors of earlier blocks.
+        scale: Scales, (columns, rows).
+        low: Smallest integers minus zero points, (columns, rows).
+        high: Largest integers minus zero points, (columns, rows).
+        ahead: How much a column (first axis) compensates the error of an earlier one, (columns, columns).
+        steps: Integers minus zero points, (columns, rows), written.
+        errors: Weights minus what the integers represent, (columns, rows), written.
+        columns: Number of columns.
+        rows: Number of rows.
+    """
+    size = (columns, rows)
+    target, real, steps, errors = carray(target, size), carray(real, size), carray(steps, size), carray(errors, size)
+    scale, low, high = carray(scale, size), carray(low, size), carray(high, size)
+    ahead, sums = carray(ahead, (columns, columns)), np.empty(_TILE, _f)
+    for first in range(0, rows, _TILE):
+        tile = slice(first, min(first + _TILE, rows))
+        count = tile.stop - first
+        for i in range(columns):
+            sums[:count] = real[i, tile]
+            for j in range(0, i - i % 4, 4):  # four at a time, since the sums are in memory
+                a, b, c, d = errors[j, tile], errors[j + 1, tile], errors[j + 2, tile], errors[j + 3, tile]
+                p, q, s, t = ahead[i, j], ahead[i, j + 1], ahead[i, j + 2], ahead[i, j + 3]
+                for r in range(count):
+                    sums[r] += (p * a[r] + q * b[r]) + (s * c[r] + t * d[r])
+            for j in range(i - i % 4, i):
+                a, p = errors[j, tile], ahead[i, j]
+                for r in range(count):
+                    sums[r] += p * a[r]
+            _round(sums, target[i, tile], scale[i, tile], low[i, tile], high[i, tile], steps[i, tile], errors[i, tile])
+
+
+@helper
+def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest, count):
+    """Grids of ranges: scales, and smallest and largest integers minus zero points, as `choose_qparams` has them."""
+    zero = _f((qmin + qmax + 1) // 2)
+    below, above, span = zero - _f(qmin), _f(qmax) - zero, _f(qmax - qmin)
+    for r in range(count):
+        if symmetric:
+            step, zero_point = max(-low[r] / below, high[r] / above), zero
+        else:
+            step = (high[r] - low[r]) / span
+            step = _f(1.1754943508222875e-38) if step < _f(1.1754943508222875e-38) else step
+            zero_point = _f(qmin) - np.rint(low[r] / step)
+            zero_point = _f(qmin) if zero_point < qmin else _f(qmax) if zero_point > qmax else zero_point
+        scale[r] = _f(1.1754943508222875e-38) if step < _f(1.1754943508222875e-38) else step
+        smallest[r], largest[r] = _f(qmin) - zero_point, _f(qmax) - zero_point
+
+
+@helper
+def _add_errors(values, weights, tile, scale, smallest, largest, errors):
+    """Weighted squared errors of rows with their grids."""
+    errors[:] = _f(0)
+    for i in range(len(weights)):
+        weight, column = weights[i], values[i, tile]
+        for r in range(len(column)):
+            step = np.rint(column[r] / scale[r])
+            step = smallest[r] if step < smallest[r] else step
+            step = largest[r] if step > largest[r] else step
+            error = step * scale[r] - column[r]
+            errors[r] += weight * (error * error)
+
+
+@helper
+def _fit(values, weights, tile, scale, smallest, largest, low, high, sums):
+    """Ranges of the scales of least weighted error for the integers of the nearest values; written to low and high.
+
+    `sums` is memory for two numbers of each row.
+    """
+    sums[:] = _f(0)
+    products, powers = sums[0], sums[1]
+    for i in range(len(weights)):
+        weight, column = weights[i], values[i, tile]
+        for r in range(len(column)):
+            exact = column[r] / scale[r]
+            step = np.rint(exact)
+            step = smallest[r] if step < smallest[r] else step
+            step = largest[r] if step > largest[r] else step
+            products[r] += weight * (exact * step)
+            powers[r] += weight * (step * step)
+    for r in range(tile.stop - tile.start):
+        factor = products[r] / powers[r] if powers[r] > _f(0) else _f(1)
+        factor = _f(0) if factor < _f(0) else factor
+        low[r], high[r] = smallest[r] * (factor * scale[r]), largest[r] * (factor * scale[r])
+
+
+@helper
+def _ends(values, tile, low, high):
+    """Smallest and largest values of rows, and 0."""
+    low[:], high[:] = _f(0), _f(0)
+    for i in range(len(values)):
+        column = values[i, tile]
+        for r in range(len(column)):
+            low[r] = column[r] if column[r] < low[r] else low[r]
+            high[r] = column[r] if column[r] > high[r] else high[r]
+
+
+@helper
+def _keep_better(low, high, errors, best_low, best_high, least, count):
+    """Ranges with smaller errors replace the best ones so far."""
+    for r in range(count):
+        if errors[r] < least[r]:
+            least[r], best_low[r], best_high[r] = errors[r], low[r], high[r]
+
+
+@compiled("f* f* f* f* i i i i i f f i")
+def least_ranges(values, weights, low, high, columns, rows, qmin, qmax, symmetric, first_octave, last_octave, points):
+    """Range of each row whose grid has the least weighted squared error, as `fxq.quant.least_error.least_range`.
+
+    Both ends shrink together, from the ends of the values; those of an affine grid then shrink alone, too. The scale is
+    then fitted to the integers.
+
+    Args:
+        values: Weights of a block, (columns, rows).
+        weights: Weights of the columns in the error, (columns,).
+        low: Lower end of each row, (rows,), written.
+        high: Upper end of each row, (rows,), written.
+        columns: Number of columns.
+        rows: Number of rows.
+        qmin: Smallest integer.
+        qmax: Largest integer.
+        symmetric: 1 if zero points are in the middle of the integers.
+        first_octave: First factor that is tried, as a power of 2.
+        last_octave: Last factor.
+        points: Number of factors.
+    """
+    values, weights = carray(values, (columns, rows)), carray(weights, columns)
+    low, high = carray(low, rows), carray(high, rows)
+    ends, best, tried = np.empty((2, _TILE), _f), np.empty((2, _TILE), _f), np.empty((2, _TILE), _f)
+    scale, smallest, largest = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty(_TILE, _f)
+    least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
+    searched = points * (1 if symmetric else 3)  # both ends, then the upper one, then the lower one
+    octaves = (last_octave - first_octave) / _f(max(points - 1, 1))
+    for at in range(0, rows, _TILE):
+        tile = slice(at, min(at + _TILE, rows))
+        count = tile.stop - at
+        _ends(values, tile, ends[0], ends[1])
+        tried[:, :], best[:, :], start = ends, ends, ends
+        least[:] = np.inf
+        for k in range(-1, searched + _FITS):
+            direction = k // points
+            if k < searched and k % points == 0:
+                start = np.copy(best)
+            if k >= searched:
+                _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest, count)
+                _fit(values, weights, tile, scale, smallest, largest, tried[0], tried[1], sums)
+            elif k >= 0:  # an end that does not shrink has its best value so far
+                factor = np.exp2(_f(first_octave + octaves * _f(k % points)))
+                tried[0] = start[0] if direction == 1 else ends[0] * factor
+                tried[1] = start[1] if direction == 2 else ends[1] * factor
+            _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest, count)
+            _add_errors(values, weights, tile, scale, smallest, largest, errors)
+            _keep_better(tried[0], tried[1], errors, best[0], best[1], least, count)
+        low[tile], high[tile] = best[0, :count], best[1, :count]
