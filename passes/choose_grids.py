@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxq.backends.loops.range_search import least_block_range
 from fxq.errors import CalibrationError, PassError
 from fxq.graph.analysis.fill_constants import FillConstants
 from fxq.graph.analysis.given import InputDerivedValues
@@ -22,7 +23,7 @@ from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.observer_base import Observer
-from fxq.quant.observers import observer_for
+from fxq.quant.observers import LeastError, observer_for
 from fxq.quant.qparams import QParams
 from fxq.quant.resumed_grids import resumed_grid
 from fxq.quant.shared_grids import MAX_SPAN_RATIO, SharedGridGroup, group_around, group_of
@@ -206,6 +207,8 @@ class _Chooser:
             private = copy.copy(observer)  # the observer itself stays as it is, for further calibration
             private._buffers = {name: buffer.clone() for name, buffer in observer.named_buffers()}
             private.paused = False
+            if isinstance(private, LeastError):
+                private.search = least_block_range
             private(tensor)
             return (private.on(spec) if reduce_range else private).qparams()
 

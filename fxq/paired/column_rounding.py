@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fxq.backends.loops.code.compiler import loops_for
+from fxq.backends.loops.range_search import search_columns
 from fxq.quant.least_error import least_range
 from fxq.quant.qparams import choose_qparams, scale_dtype
 from fxq.quant.spec import TensorSpec
 
 _MODULE = "rounding_loops"
 """Module of the compiled loops."""
-_SEARCH = -0.6, 0.0, 5
-"""First and last factor of a range in octaves, and number of factors that are tried. Later columns compensate, so that
-a finer search gains little."""
+_ZOOMS = ((-0.6, 0.0, 5),)
+"""Passes of the search for the range of a block. Later columns compensate, so that a finer search gains little."""
 
 
 def block_grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
@@ -32,12 +34,12 @@ def block_grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tenso
     loops = loops_for(_MODULE, values.numel(), values, weights)
     if loops is None:
         rows, by_row = values.mT, weights[:, None].expand_as(values.mT)
-        ends = least_range(rows, rows.amin(2), rows.amax(2), spec, 2.0, by_row, (_SEARCH,))
+        ends = least_range(rows, rows.amin(2), rows.amax(2), spec, 2.0, by_row, _ZOOMS)
     else:
-        ends = torch.empty(2, *values[:, 0].shape).unbind(0)
+        low, high = torch.empty(2, *values[:, 0].shape)
+        ends = low, high
         for parts in zip(values, weights, *ends, strict=True):
-            addresses = [part.data_ptr() for part in parts]
-            loops.least_ranges(*addresses, *values.shape[1:], spec.qmin, spec.qmax, int(spec.symmetric), *_SEARCH)
+            search_columns(loops, *parts[:2], spec, _ZOOMS, *parts[2:])
     grid = choose_qparams(*ends, spec)
     return grid.scale.to(scale_dtype(grid.scale)).float(), grid.zero_point.float()
 
@@ -58,28 +60,20 @@ def round_block(
     Returns:
         Integers minus zero points, and `target` minus what they represent, float32, (G, n, R).
     """
-    tensors = tuple(values.contiguous() for values in (target, real, scale, low, high, ahead))
+    tensors = [values.contiguous() for values in (target, real, scale, low, high, ahead)]
     steps, errors = torch.empty_like(tensors[0]), torch.empty_like(tensors[0])
     loops = loops_for(_MODULE, target.numel(), *tensors)
     if loops is None:
-        _round_columns(*tensors, steps, errors)
+        _round_columns(tensors, steps, errors)
         return steps, errors
     for parts in zip(*tensors, steps, errors, strict=True):
         loops.round_columns(*(part.data_ptr() for part in parts), *target.shape[1:])
     return steps, errors
 
 
-def _round_columns(
-    target: Tensor,
-    real: Tensor,
-    scale: Tensor,
-    low: Tensor,
-    high: Tensor,
-    ahead: Tensor,
-    steps: Tensor,
-    errors: Tensor,
-) -> None:
-    """`round_block` with ops of PyTorch; writes `steps` and `errors`."""
+def _round_columns(tensors: Sequence[Tensor], steps: Tensor, errors: Tensor) -> None:
+    """`round_block` with ops of PyTorch, for its arguments; writes `steps` and `errors`."""
+    target, real, scale, low, high, ahead = tensors
     for i in range(real.shape[1]):
         column = slice(i, i + 1)
         wanted = torch.baddbmm(real[:, column], ahead[:, column, :i], errors[:, :i]) if i else real[:, column]

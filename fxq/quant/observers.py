@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy
@@ -185,6 +185,8 @@ class LeastError(Observer):
     options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0)}
     power: float = 2.0
     """Exponent of the error: the sum of abs(error) ** power is minimized."""
+    search: Callable[..., tuple[Tensor, Tensor]] = staticmethod(least_range)
+    """Function with the arguments and results of `least_range`; a backend may have a faster one."""
 
     values: Tensor
 
@@ -214,7 +216,7 @@ class LeastError(Observer):
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         zooms = QUICK_ZOOMS if self.values.shape[-1] <= MAX_QUICK_VALUES else ZOOMS
-        return least_range(self.values.cpu(), low, high, self.spec, self.power, zooms=zooms)
+        return self.search(self.values.cpu(), low, high, self.spec, self.power, zooms=zooms)
 
 
 OBSERVERS: dict[str, type[Observer]] = {

@@ -1,6 +1,6 @@
-"""Loops that choose the integers of weights one column after the other, and the ranges of blocks of columns.
+"""Loops that choose the integers of weights one column after the other, and the ranges of blocks of weights.
 
-Weights are stored by column: (columns, rows) float32, where a row holds the weights of one output. All loops run over
+Weights are stored by column: (columns, rows) float32, where the weights of a row share a scale. All loops run over
 neighbouring rows innermost, for a few rows at a time, so that a block of columns stays in the first-level cache.
 """
 
@@ -139,16 +139,54 @@ def _keep_better(low, high, errors, best_low, best_high, least, count):
             least[r], best_low[r], best_high[r] = errors[r], low[r], high[r]
 
 
-@compiled("f* f* f* f* i i i i i f f i")
-def least_ranges(values, weights, low, high, columns, rows, qmin, qmax, symmetric, first_octave, last_octave, points):
+@helper
+def _shrink(ends, start, direction, factor, is_finer, tried, count):
+    """Ranges that are tried: both ends shrink (direction 0), only the upper one (1) or only the lower one (2).
+
+    A coarse search shrinks the ends of the values, a finer one changes the best ends so far, up to those of the values.
+    """
+    for r in range(count):
+        low, high = (start[0, r], start[1, r]) if is_finer else (ends[0, r], ends[1, r])
+        tried[0, r] = start[0, r] if direction == 1 else max(low * factor, ends[0, r])
+        tried[1, r] = start[1, r] if direction == 2 else min(high * factor, ends[1, r])
+
+
+@helper
+def _search(values, weights, tile, zooms, qmin, qmax, symmetric, best):
+    """Range of each row of a tile with the least error; written to `best`."""
+    count, directions = tile.stop - tile.start, 1 if symmetric else 3
+    ends, start, tried = np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f)
+    scale, smallest, largest = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty(_TILE, _f)
+    least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
+    _ends(values, tile, ends[0], ends[1])
+    tried[:, :], best[:, :], least[:] = ends, ends, _f(np.inf)
+    for z in range(-1, len(zooms) + _FITS):
+        is_zoom = 0 <= z < len(zooms)
+        points = int(zooms[z, 2]) if is_zoom else 1
+        for k in range(points * directions if is_zoom else 1):
+            if k % points == 0:
+                start[:, :] = best
+            if is_zoom:
+                first, last = zooms[z, 0], zooms[z, 1]
+                factor = np.exp2(first + (last - first) * _f(k % points) / _f(max(points - 1, 1)))
+                _shrink(ends, start, k // points, factor, last != 0, tried, count)
+            elif z >= 0:
+                _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest, count)
+                _fit(values, weights, tile, scale, smallest, largest, tried[0], tried[1], sums)
+            _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest, count)
+            _add_errors(values, weights, tile, scale, smallest, largest, errors)
+            _keep_better(tried[0], tried[1], errors, best[0], best[1], least, count)
+
+
+@compiled("f* f* f* i f* f* i i i i i")
+def least_ranges(values, weights, zooms, zoom_count, low, high, columns, rows, qmin, qmax, symmetric):
     """Range of each row whose grid has the least weighted squared error, as `fxq.quant.least_error.least_range`.
 
-    Both ends shrink together, from the ends of the values; those of an affine grid then shrink alone, too. The scale is
-    then fitted to the integers.
-
     Args:
-        values: Weights of a block, (columns, rows).
+        values: Values of the rows, (columns, rows).
         weights: Weights of the columns in the error, (columns,).
+        zooms: Passes of the search: first and last factor of an end in octaves, and number of factors, (zoom_count, 3).
+        zoom_count: Number of passes.
         low: Lower end of each row, (rows,), written.
         high: Upper end of each row, (rows,), written.
         columns: Number of columns.
@@ -156,35 +194,11 @@ def least_ranges(values, weights, low, high, columns, rows, qmin, qmax, symmetri
         qmin: Smallest integer.
         qmax: Largest integer.
         symmetric: 1 if zero points are in the middle of the integers.
-        first_octave: First factor that is tried, as a power of 2.
-        last_octave: Last factor.
-        points: Number of factors.
     """
     values, weights = carray(values, (columns, rows)), carray(weights, columns)
-    low, high = carray(low, rows), carray(high, rows)
-    ends, best, tried = np.empty((2, _TILE), _f), np.empty((2, _TILE), _f), np.empty((2, _TILE), _f)
-    scale, smallest, largest = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty(_TILE, _f)
-    least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
-    searched = points * (1 if symmetric else 3)  # both ends, then the upper one, then the lower one
-    octaves = (last_octave - first_octave) / _f(max(points - 1, 1))
+    zooms, low, high = carray(zooms, (zoom_count, 3)), carray(low, rows), carray(high, rows)
+    best = np.empty((2, _TILE), _f)
     for at in range(0, rows, _TILE):
         tile = slice(at, min(at + _TILE, rows))
-        count = tile.stop - at
-        _ends(values, tile, ends[0], ends[1])
-        tried[:, :], best[:, :], start = ends, ends, ends
-        least[:] = np.inf
-        for k in range(-1, searched + _FITS):
-            direction = k // points
-            if k < searched and k % points == 0:
-                start = np.copy(best)
-            if k >= searched:
-                _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-                _fit(values, weights, tile, scale, smallest, largest, tried[0], tried[1], sums)
-            elif k >= 0:  # an end that does not shrink has its best value so far
-                factor = np.exp2(_f(first_octave + octaves * _f(k % points)))
-                tried[0] = start[0] if direction == 1 else ends[0] * factor
-                tried[1] = start[1] if direction == 2 else ends[1] * factor
-            _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-            _add_errors(values, weights, tile, scale, smallest, largest, errors)
-            _keep_better(tried[0], tried[1], errors, best[0], best[1], least, count)
-        low[tile], high[tile] = best[0, :count], best[1, :count]
+        _search(values, weights, tile, zooms, qmin, qmax, symmetric, best)
+        low[tile], high[tile] = best[0, : tile.stop - at], best[1, : tile.stop - at]
