@@ -63,3 +63,10 @@ def test_bits_in_openvino_are_those_of_integers_scales_and_zero_points(script):
     biased = ops.multiply(product, ops.constant(np.ones(3, np.float32)))
     bits_of = script("bench.int4").bits_in_openvino
     assert bits_of(openvino.Model([biased], [x])) == 4 + (4 + 16) / 32
+
+
+def test_distance_is_one_minus_the_cosine(script):
+    tokens = torch.randint(0, 7, (9, 4))
+    a, b = Logits(0).table, Logits(1).table
+    wanted = 1 - F.cosine_similarity(a(tokens), b(tokens), dim=-1).mean()
+    assert abs(script("bench.int4").distance(a, b, tokens) - float(wanted)) < 1e-6

@@ -1,16 +1,17 @@
-"""Measure 4-bit weights of small language models: what they lose, and what calibration data wins back.
+"""Measure 4-bit weights of small models of texts: what they lose, and what calibration data wins back.
 
-    python -m scripts.bench.int4                          IgLM and SmolLM2, where their packages are installed
+    python -m scripts.bench.int4                          all models whose packages are installed
     python -m scripts.bench.int4 --only iglm              one model
     python -m scripts.bench.int4 --variant "fxq int4"     only variants whose name starts so
     python -m scripts.bench.int4 --json numbers.json      the numbers as data too
 
-The loss is the KL divergence of the next token's distribution from the float model's, in nats per token, on sequences
-that no variant has seen. IgLM is judged on sequences that it draws itself, SmolLM2 on docstrings of Python's library;
-its weights come from blocks of 32 with 4 bits, so that only other block sizes say something about the tools. "won back"
-is the share of the loss of rounding to nearest, with one range per block and all layers in 4 bits. Bits count scales
-and zero points of all weights in integers, also of embeddings and heads. Seconds are of CPU time on one thread; the
-peak is that of the process, which makes one variant only.
+The loss of language models and of g2p-en is the KL divergence of the next token's distribution from the float model's,
+in nats per token; that of MiniLM is 1 minus the cosine of the embeddings, as a mean. Both are measured on sequences
+that no variant has seen. IgLM is judged on sequences that it draws itself, SmolLM2 and MiniLM on docstrings of Python's
+library, g2p-en on words of these. SmolLM2's weights come from blocks of 32 with 4 bits, so that only other block sizes
+say something about the tools. "won back" is the share of the loss of rounding to nearest, with one range per block and
+all layers in 4 bits. Bits count scales and zero points of all weights in integers, also of embeddings and heads.
+Seconds are of CPU time on one thread; the peak is that of the process, which makes one variant only.
 """
 
 from __future__ import annotations
@@ -38,66 +39,39 @@ from torch import Tensor
 import fxq
 from scripts.bench import history
 from scripts.bench.timing import threads_set_to
-from scripts.networks.language import antibodies, docstrings, iglm, perplexity, smollm2
+from scripts.networks.int4_subjects import NOT_INSTALLED, SUBJECTS, Subject
+from scripts.networks.language import perplexity
 
 ROUNDED = "fxq rounded"
 """Variant that the share of others is relative to."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model with sequences of tokens, int64[rows, length].
-
-    Attributes:
-        model: the float model.
-        calibration: sequences for calibration.
-        judged: sequences that no variant sees.
-    """
-
-    model: Any
-    calibration: Tensor
-    judged: Tensor
-
-
-@dataclass(frozen=True)
 class Result:
-    """Numbers of one variant of a model; `note` says why it failed."""
+    """Numbers of one variant of a model; `measure` names the loss, and `note` says why it failed."""
 
     model: str
     variant: str
-    kl: float | None = None
+    loss: float | None = None
     perplexity: float | None = None
     bits: float | None = None
     seconds: float | None = None
     peak_gb: float | None = None
+    measure: str = ""
     note: str = ""
-
-
-def iglm_subject() -> Subject:
-    """IgLM with 64 sequences of its own for calibration, and as many that are judged."""
-    model = iglm()
-    return Subject(model, antibodies(model, 64, seed=1), antibodies(model, 64, seed=2))
-
-
-def smollm2_subject() -> Subject:
-    """SmolLM2 with docstrings: 8 rows of 256 tokens for calibration, 8 that are judged."""
-    model, tokenizer = smollm2()
-    rows = docstrings(tokenizer)
-    return Subject(model, rows[:8], rows[8:16])
-
-
-SUBJECTS: dict[str, Callable[[], Subject]] = {"iglm": iglm_subject, "smollm2": smollm2_subject}
 
 
 def rounded(subject: Subject) -> Any:
     """Everything in 4 bits, with the range of each block."""
     spec = fxq.TensorSpec(bits=4, per=64, observer="minmax")
-    return fxq.quantize(subject.model, everywhere(fxq.Recipe.weight_only(weight=spec)))
+    recipe = everywhere(fxq.Recipe.weight_only(weight=spec), subject)
+    return fxq.quantize(subject.model, recipe, example_inputs=None if subject.is_causal else subject.calibration)
 
 
-def everywhere(recipe: fxq.Recipe) -> fxq.Recipe:
+def everywhere(recipe: fxq.Recipe, subject: Subject) -> fxq.Recipe:
     """Recipe that gives embeddings and the head the bits of the other layers, too."""
-    return recipe.override(torch.nn.Embedding, recipe.config).override("lm_head", recipe.config)
+    recipe = recipe.override(torch.nn.Embedding, recipe.config)
+    return recipe.override("lm_head", recipe.config) if subject.is_causal else recipe
 
 
 def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False) -> Callable[[Subject], Any]:
@@ -107,9 +81,12 @@ def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False
     """
 
     def quantized(subject: Subject) -> Any:
-        batches = [{"input_ids": rows} for rows in subject.calibration.split(8)] if reads_data else None
+        parts = subject.calibration.split(8)
+        batches = [{"input_ids": rows} if subject.is_causal else rows for rows in parts] if reads_data else None
         recipe = fxq.Recipe.weight_only(bits=bits, per=per)
-        return fxq.quantize(subject.model, everywhere(recipe) if all_layers else recipe, data=batches)
+        recipe = everywhere(recipe, subject) if all_layers else recipe
+        example = None if subject.is_causal or reads_data else subject.calibration
+        return fxq.quantize(subject.model, recipe, data=batches, example_inputs=example)
 
     return quantized
 
@@ -129,6 +106,12 @@ class OpenVinoModel:
 
     def __call__(self, rows: Tensor) -> Any:
         return SimpleNamespace(logits=torch.from_numpy(self._compiled(rows.numpy())[0]))
+
+
+def outputs(model: Any, rows: Tensor) -> Tensor:
+    """Output of a model, or its logits."""
+    value = model(rows)
+    return value if isinstance(value, Tensor) else value.logits
 
 
 def bits_in_openvino(model: Any) -> float:
@@ -167,6 +150,8 @@ def in_nncf(**options: Any) -> Callable[[Subject], Any]:
                 self.model = subject.model
 
             def forward(self, rows: Tensor) -> Any:
+                if not subject.is_causal:
+                    return self.model(rows)
                 return self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
 
         converted = openvino.convert_model(Logits().eval(), example_input=subject.calibration[:2])
@@ -197,19 +182,31 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
 
 def divergence(model: Any, quantized: Any, rows: Tensor) -> float:
     """KL divergence of the quantized model's distributions from the float model's, in nats per token."""
-    total = 0.0
+    total, count = 0.0, 0
     with torch.no_grad():
         for batch in rows.split(4):
-            wanted, actual = (m(batch).logits.float().log_softmax(-1) for m in (model, quantized))
+            wanted, actual = (outputs(m, batch).float().log_softmax(-1) for m in (model, quantized))
             total += float((wanted.exp() * (wanted - actual)).sum())
-    return total / rows.numel()
+            count += wanted[..., 0].numel()
+    return total / count
+
+
+def distance(model: Any, quantized: Any, rows: Tensor) -> float:
+    """1 minus the cosine of the outputs of the quantized and the float model, as a mean."""
+    with torch.no_grad():
+        pairs = [[outputs(m, batch).double() for m in (model, quantized)] for batch in rows.split(4)]
+    return 1 - float(torch.cat([torch.cosine_similarity(*pair, dim=-1) for pair in pairs]).mean())
+
+
+MEASURES: dict[str, Callable[[Any, Any, Tensor], float]] = {"KL": divergence, "1 - cosine": distance}
 
 
 def stored_bits(quantized: Any) -> float | None:
     """Mean bits per value of integer weights of a model, shared ones counted once; None if it has none."""
     if isinstance(quantized, OpenVinoModel):
         return quantized.bits
-    program = quantized.programs.models[0]  # all programs share their weights
+    # all programs of a language model share their weights
+    program = quantized.programs.models[0] if hasattr(quantized, "programs") else quantized
     kernels = {
         entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
     }
@@ -228,11 +225,14 @@ def measured(name: str, variant: str, rows: int) -> Result:
         try:
             quantized = VARIANTS[variant](subject)
         except Exception as error:  # it is a result, too
-            return Result(name, variant, note=f"{type(error).__name__}: {error}".splitlines()[0][:100])
+            return Result(
+                name, variant, measure=subject.measure, note=f"{type(error).__name__}: {error}".splitlines()[0][:100]
+            )
         seconds = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        losses = divergence(subject.model, quantized, judged), perplexity(quantized, judged)
-    return Result(name, variant, *losses, stored_bits(quantized), seconds, peak)
+        loss = MEASURES[subject.measure](subject.model, quantized, judged)
+        of_tokens = perplexity(quantized, judged) if subject.is_causal else None
+    return Result(name, variant, loss, of_tokens, stored_bits(quantized), seconds, peak, subject.measure)
 
 
 def in_process(name: str, variant: str, rows: int, limit: int) -> Result:
@@ -255,15 +255,16 @@ def in_process(name: str, variant: str, rows: int, limit: int) -> Result:
 
 def table(results: list[Result]) -> str:
     """Table of results, with the share of the loss of rounding that is won back."""
-    base = {result.model: result.kl for result in results if result.variant == ROUNDED}
+    base = {result.model: result.loss for result in results if result.variant == ROUNDED}
 
     def row(result: Result) -> Iterator[object]:
         whole = base.get(result.model)
-        share = 1 - result.kl / whole if result.kl is not None and whole else None
-        yield from (result.model, result.variant, result.kl, None if share is None else f"{share:.0%}")
+        share = 1 - result.loss / whole if result.loss is not None and whole else None
+        yield from (result.model, result.variant, result.measure, result.loss)
+        yield None if share is None else f"{share:.0%}"
         yield from (result.perplexity, result.bits, result.seconds, result.peak_gb, result.note)
 
-    headers = ("model", "variant", "KL", "won back", "perplexity", "bits", "CPU s", "peak GB", "")
+    headers = ("model", "variant", "measure", "loss", "won back", "perplexity", "bits", "CPU s", "peak GB", "")
     return tabulate([list(row(result)) for result in results], headers, floatfmt=".3g", missingval="")
 
 
@@ -282,13 +283,22 @@ def main() -> None:
         for variant in variants:
             try:
                 results.append(in_process(name, variant, arguments.rows, arguments.limit))
-            except SystemExit as error:  # its package is not installed
+            except NOT_INSTALLED as error:  # its package is not installed
                 results.append(Result(name, variant, note=str(error)))
             print(results[-1], file=sys.stderr)
     print(table(results))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    numbers = [(f"{r.model}, {r.variant}", "KL to float", r.kl, "nats") for r in results if r.kl is not None]
+    quantities = {"KL": ("KL to float", "nats"), "1 - cosine": ("1 - cosine to float", "")}
+    numbers = [
+        (f"{r.model}, {r.variant}", *number)
+        for r in results
+        if r.loss is not None
+        for number in (
+            (quantities[r.measure][0], r.loss, quantities[r.measure][1]),
+            ("CPU seconds to quantize", r.seconds, "s"),
+        )
+    ]
     history.append(arguments.history, "bench.int4", numbers)
 
 
