@@ -149,7 +149,9 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_sound.voice,
         gallery_sound.spectrograms,
         "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
-        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences.',
+        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences. fxq leaves '
+        "the layers that decide durations in float. What remains is noise in pauses and at high frequencies, from the "
+        "last layers, whose inputs have one scale for loud and quiet frames.",
     ),
 }
 """The gallery, by name."""
