@@ -17,6 +17,7 @@ from fxq.backends.by_name import Backend, get_backend
 from fxq.common.data import device_of
 from fxq.errors import RecipeError
 from fxq.graph.analysis.mutation import MemoryWriters
+from fxq.graph.analysis.value_sizes import size_deciders
 from fxq.graph.info import Decision, DecisionKind, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import constant, is_op, options_of, reads_only_metadata, submodule, taken_from, values_of
@@ -29,6 +30,7 @@ from fxq.quant.dynamic_grid import ROUND_TO_RANGE
 from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
+from fxq.recipe.selector import Selector
 from fxq.rewriting.rewriter import Rewriter
 
 
@@ -44,6 +46,10 @@ class Annotate(Pass):
     integers without a conversion for it alone. The same applies to a sum after a layer. A layer whose activations the
     recipe leaves in float, and an embedding, are weight-only. Every float decision has a reason, and a remedy if there
     is one.
+
+    Ops whose values decide a size, such as durations that become a number of frames, are in float unless an override
+    selects them: a small error there is another size, after which nothing is where it was. Weight-only recipes
+    quantize their weights all the same.
 
     Where the recipe's weights have 4 bits or fewer, embeddings, and layers that share their weight with one, such as
     the head of a language model, have 8, unless an override selects them: they lose most, and are mostly small.
@@ -102,6 +108,11 @@ class _Planner:
         reads = (read.node for inputs in tables for read in inputs if read.role == "weight")
         return {id(constant(self.rewriter.gm, node)) for node in reads}
 
+    @cached_property
+    def _size_deciders(self) -> Mapping[fx.Node, fx.Node]:
+        """Nodes that decide sizes, each with the result of this size."""
+        return size_deciders(self.rewriter.gm.graph)
+
     def plans(self, backend: Backend) -> dict[fx.Node, Plan]:
         """Plan of every node, if the model ran on `backend`."""
         plans: dict[fx.Node, Plan] = {}
@@ -155,11 +166,20 @@ class _Planner:
         config, selector = context.config_for(about.path, calls[0].op.name)
         if calls[0].op.traits.grows:
             return self._growing_state(node, config.state)
+        fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
         if config.is_float:
-            fix = context.override_line(about.path, calls[0].op.name, preset_line(context.recipe.preset))
             selected = selector or "all ops that no override selects"
             return self._float("excluded by the recipe", f"the recipe says float for {selected}", fix)
-        traits = calls[0].op.traits
+        decides = selector is None and config.activation is not None and node in self._size_deciders
+        if decides and calls[0].op.traits.kind != "float":
+            return self._deciding_size(node, fix)
+        return self._with_config(node, backend, config, selector)
+
+    def _with_config(
+        self, node: fx.Node, backend: Backend, config: QuantConfig, selector: Selector | None
+    ) -> Candidate | Plan:
+        """Candidate for a node, or its weight-only or float plan; `selector`: that of the override, if there is one."""
+        traits = self.ops[node][0].op.traits
         has_weight = traits.weight and traits.axis is not None
         if config.weight is not None and has_weight and traits.in_float(config.activation):
             takes_default = selector is None and self._loses_most(node, config.weight)
@@ -168,6 +188,11 @@ class _Planner:
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
+
+    def _deciding_size(self, node: fx.Node, fix: str) -> Plan:
+        """Float plan of a node that decides the size of another value, with exact inputs."""
+        why = f"its values decide how many entries %{self._size_deciders[node].name} has, so rounding would change it"
+        return replace(self._float("off the grid", why, fix), exact=True)
 
     def _growing_state(self, node: fx.Node, spec: TensorSpec | None) -> Plan:
         """Plan of an `append`: in float; with a spec for its state if the pass store-states stores it as integers."""

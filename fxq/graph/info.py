@@ -44,7 +44,8 @@ class Decision:
             `unverified`: the kernel's results differ from those of its q/dq form.
             `leaf`: it is in a module that is kept as it is.
             `no integer neighbour`: it would need conversions of its own, or nothing reads its integers.
-            `off the grid`: its values do not fit a grid, use a small part of one, or would mostly become zero.
+            `off the grid`: its values do not fit a grid, use a small part of one, would mostly become zero, or
+                decide a size.
             `no tensor`: it reads or returns a shape or another plain value.
             `undecided`: no pass has decided.
         text: the reason, for users. fxq does not parse it.

