@@ -44,7 +44,8 @@ class Equalize(Pass):
     activations with one scale, if channels with small values lose it.
     s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
     be relu, functions with slopes and pooling, and no other op may read the scaled values. A function that clips at c,
-    such as relu6, becomes minimum(relu(x), c / s).
+    such as relu6, becomes minimum(relu(x), c / s), if the recipe's weights have one scale for the whole tensor: with a
+    scale per channel these weights gain nothing, and clipped values lose the range that all channels have in common.
     Insert it before `fuse`: `Recipe.static(...).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")`.
     Source: Nagel et al. 2019 (arXiv 1906.04721), section 4.1.
 
@@ -71,7 +72,9 @@ class Equalize(Pass):
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find the pairs and their factors, then write the layers."""
         layers = {node: layer for node in rewriter.nodes() if (layer := _Layer.of(rewriter.gm, node)) is not None}
-        pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers)) is not None]
+        weight = rewriter.context.recipe.config.weight  # not of overrides: tools that try some share one calibration
+        clips = weight is not None and weight.per == "tensor"
+        pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers, clips)) is not None]
         for _ in range(self.rounds):
             if max((pair.equalize() for pair in pairs), default=0.0) < _CONVERGED_LOG:
                 break
@@ -213,8 +216,15 @@ class _Pair:
         return factors.view(-1, *[1] * (-self.first.axis - 1))
 
 
-def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -> _Pair | None:
-    """Pair of a layer and the only layer that reads its values; None if there is none."""
+def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer], clips: bool) -> _Pair | None:
+    """Pair of a layer and the only layer that reads its values; None if there is none.
+
+    Args:
+        gm: module of the graph.
+        first: the layer.
+        layers: all layers by node.
+        clips: whether functions between the two may clip.
+    """
     node, between = first.node, list[fx.Node]()
     while len(node.users) == 1:
         (user,) = node.users
@@ -224,7 +234,7 @@ def _pair(gm: fx.GraphModule, first: _Layer, layers: Mapping[fx.Node, _Layer]) -
         if second is not None:
             ones = torch.ones_like(first.out_ranges)
             return _Pair(first, second, between, ones) if second.axis == first.axis else None
-        if not _scales(call, first):
+        if not _scales(call, first) or (call.op.name in _BOUNDED and not clips):
             return None
         between.append(user)
         node = user

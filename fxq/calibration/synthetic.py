@@ -29,9 +29,11 @@ def synthetic(
 ) -> list[Tensor]:
     """Calibration batches for a network with batch norms, where there is no real data.
 
-    Each batch starts as smooth noise. Gradient descent changes it until the channels that the batch norms receive have
-    the means and variances that the batch norms recorded in training (Haroush et al. 2020, "The Knowledge Within:
-    Methods for Data-Free Model Compression", section 3). Real data gives better ranges; a warning says so.
+    Each batch starts as noise. Gradient descent changes it until the channels that the batch norms receive have the
+    means and variances that the batch norms recorded in training (Haroush et al. 2020, "The Knowledge Within: Methods
+    for Data-Free Model Compression", section 3). Images are sums of noise at several scales, of a different strength in
+    each image, and descent changes each scale (an image pyramid, as in Olah et al. 2017, "Feature Visualization"). They
+    differ from each other as photographs do. Real data gives better ranges; a warning says so.
 
     Pass `bounds` for images, whose pixels have a smallest and a largest value. Without them, single values become far
     larger than those of real images, so that the grid of the input is coarse.
@@ -43,8 +45,8 @@ def synthetic(
             value of the batches is beyond them. Default: no bounds.
         batches: number of batches.
         steps: steps of gradient descent for each batch.
-        learning_rate: learning rate of Adam, in standard deviations of the noise. The noise has standard deviation 1,
-            or with `bounds` a quarter of their distance.
+        learning_rate: learning rate of Adam at each scale, in standard deviations of the noise. The noise has standard
+            deviation 1, or with `bounds` a quarter of their distance.
         seed: seed of the noise.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
@@ -79,14 +81,10 @@ def synthetic(
         "few batches, gives better ranges."
         + ("" if bounds is not None else " If real inputs have a smallest and a largest value, pass them as bounds.")
     )
-    low, high = (-math.inf, math.inf) if bounds is None else bounds
-    center, deviation = (0.0, 1.0) if bounds is None else ((low + high) / 2, (high - low) / 4)
     generator = torch.Generator().manual_seed(seed)
-    starts = ((center + deviation * _noise(shape, generator)).clamp(low, high) for _ in range(batches))
     with torch.inference_mode(False), progress_bar("synthetic data", batches * steps, progress) as advance:
-        return [
-            _matched(network, norms, start, (low, high), steps, learning_rate * deviation, advance) for start in starts
-        ]
+        inputs = [_Inputs(shape, bounds, generator) for _ in range(batches)]
+        return [_matched(network, norms, batch, steps, learning_rate, advance) for batch in inputs]
 
 
 def _check_arguments(shape: Sequence[int], bounds: Sequence[float] | None, batches: int, steps: int) -> None:
@@ -101,32 +99,64 @@ def _check_arguments(shape: Sequence[int], bounds: Sequence[float] | None, batch
         raise InputError(f"bounds is {bounds}, not the smallest and the largest value of inputs such as (0, 1).")
 
 
-def _noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Noise of mean 0 and standard deviation 1; of images, the sum of noise at several scales, as in photographs."""
-    noise = torch.randn(shape, generator=generator)
-    if len(shape) != 4:
-        return noise
-    for scale in (4, 16, 64):
-        height, width = (max(1, size // scale) for size in shape[2:])
-        coarse = torch.randn((*shape[:2], height, width), generator=generator)
-        noise = noise + 2 * F.interpolate(coarse, shape[2:], mode="bilinear", align_corners=False)
-    return noise / noise.std()
+_SCALES = (1, 4, 16, 64)
+"""Sizes in pixels of the noise that images are sums of, besides one value for the whole image."""
+_LOG_STRENGTH = 0.7
+"""Standard deviation of the logarithm of the noise's strength over the images, for each scale."""
+
+
+class _Inputs:
+    """Batch of inputs, in the form that gradient descent changes: noise of several scales.
+
+    Attributes:
+        shape: shape of the batch.
+        bounds: smallest and largest value; None: no bounds.
+        noise: noise of each scale, (N, C, h, w) of a size of its own; of inputs that are no images, one tensor of their
+            shape. Its sum starts with standard deviation 1.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bounds: tuple[float, float] | None, generator: torch.Generator) -> None:
+        self.shape, self.bounds = shape, bounds
+        self.noise = [torch.randn(shape, generator=generator)]
+        if len(shape) == 4:
+            sizes = [tuple(max(1, size // scale) for size in shape[2:]) for scale in _SCALES[1:]]
+            self.noise += [2 * torch.randn((*shape[:2], *size), generator=generator) for size in (*sizes, (1, 1))]
+            drawn = torch.randn((len(self.noise), shape[0], 1, 1, 1), generator=generator)
+            strengths = (_LOG_STRENGTH * drawn).exp()
+            self.noise = [strength * noise for strength, noise in zip(strengths, self.noise, strict=True)]
+        deviation = self._sum().std()
+        self.noise = [(noise / deviation).requires_grad_() for noise in self.noise]
+
+    def _sum(self) -> Tensor:
+        """The noise of all scales, enlarged to the shape of the batch and added."""
+        total = self.noise[0]
+        for noise in self.noise[1:]:
+            total = total + F.interpolate(noise, self.shape[2:], mode="bilinear", align_corners=False)
+        return total
+
+    def batch(self) -> Tensor:
+        """The inputs, float32, within the bounds. Gradients pass through values at the bounds, too."""
+        total = self._sum()
+        if self.bounds is None:
+            return total
+        low, high = self.bounds
+        inputs = (low + high) / 2 + (high - low) / 4 * total
+        return inputs + (inputs.clamp(low, high) - inputs).detach()
 
 
 def _matched(
     network: nn.Module,
     norms: Sequence[Any],
-    start: Tensor,
-    bounds: tuple[float, float],
+    inputs: _Inputs,
     steps: int,
     learning_rate: float,
     advance: Any,
 ) -> Tensor:
-    """Batch within `bounds` after gradient descent on the distance of its statistics from those of the batch norms."""
+    """Batch after gradient descent on the distance of its statistics from those of the batch norms."""
     losses: list[Tensor] = []
 
-    def record(norm: Any, inputs: tuple[Tensor, ...]) -> None:
-        value = inputs[0]
+    def record(norm: Any, received: tuple[Tensor, ...]) -> None:
+        value = received[0]
         axes = [axis for axis in range(value.dim()) if axis != 1]
         deviation = (norm.running_var + norm.eps).sqrt()
         spread = value.var(axes, unbiased=False).add(norm.eps).sqrt()
@@ -134,12 +164,12 @@ def _matched(
         losses.append((spread / deviation - 1).square().mean())
 
     hooks = [norm.register_forward_pre_hook(record) for norm in norms]
-    batch = start.clone().requires_grad_()
-    optimizer = torch.optim.Adam([batch], lr=learning_rate)
+    optimizer = torch.optim.Adam(inputs.noise, lr=learning_rate)
     try:
         for _ in range(steps):
             losses.clear()
             with torch.enable_grad():
+                batch = inputs.batch()
                 try:
                     network(batch)
                 except Exception as error:  # a model may raise anything
@@ -156,12 +186,14 @@ def _matched(
                         "not depend on the batch (the model computes without "
                         "gradients), so fxq.synthetic cannot change the batch: pass real data."
                     )
-            batch.grad = torch.autograd.grad(total, batch)[0]
+            gradients = torch.autograd.grad(total, inputs.noise)
+            for noise, gradient in zip(inputs.noise, gradients, strict=True):
+                noise.grad = gradient
             optimizer.step()
-            with torch.no_grad():
-                batch.clamp_(*bounds)
             advance()
     finally:
         for hook in hooks:
             hook.remove()
-    return batch.detach()
+    with torch.no_grad():
+        batch = inputs.batch()
+        return batch if inputs.bounds is None else batch.clamp(*inputs.bounds)  # the sum in `batch` is rounded

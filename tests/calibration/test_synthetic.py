@@ -55,6 +55,21 @@ def test_the_statistics_are_matched():
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_few_steps_move_the_mean_of_images():
+    start, moved = (fxq.synthetic(network(), (8, 3, 16, 16), batches=1, steps=steps)[0] for steps in (0, 10))
+    assert distance(network(), moved) < 0.35 * distance(network(), start)
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_images_differ_in_contrast_at_each_scale():
+    (batch,) = fxq.synthetic(network(), (16, 3, 128, 128), batches=1, steps=0)
+    coarse = torch.nn.functional.avg_pool2d(batch, 32)
+    fine = batch - torch.nn.functional.interpolate(coarse, (128, 128), mode="bilinear")
+    for contrast in (part.std((1, 2, 3)) for part in (coarse, fine)):
+        assert float(contrast.max() / contrast.min()) > 2.5
+
+
 def test_ranges_come_close_to_those_of_real_data():
     model = network()
     with pytest.warns(fxq.FxqWarning, match="real data"):

@@ -44,7 +44,7 @@ def test_text_before_and_after():
 
 
 def test_what_is_cut_off_is_cut_off_by_channel():
-    text = program(run_pass(Equalize(), TWO.replace("relu(y)", "relu6(y)")))
+    text = program(run_pass(Equalize(), TWO.replace("relu(y)", "relu6(y)"), recipe=STATIC))
     assert "relu6" not in text
     for line in (
         "y: float32[2, 4, 6, 6] = conv2d(x, w_equalized, b_equalized)",
@@ -53,6 +53,19 @@ def test_what_is_cut_off_is_cut_off_by_channel():
         "z_minimum: float32[2, 4, 6, 6] = minimum(z_relu, z_bound)",
     ):
         assert line in text
+
+
+def test_functions_that_clip_stay_after_weights_with_a_scale_per_channel():
+    assert program(run_pass(Equalize(), TWO.replace("relu(y)", "relu6(y)"), recipe=REFERENCE)) == expected("""
+        x: float32[2, 3, 8, 8] = input()
+        w: float32[4, 3, 3, 3] = tensor('w')
+        b: float32[4] = tensor('b')
+        v: float32[2, 4, 1, 1] = tensor('v')
+        y: float32[2, 4, 6, 6] = conv2d(x, w, b)
+        z: float32[2, 4, 6, 6] = relu6(y)
+        a: float32[2, 2, 6, 6] = conv2d(z, v)
+        return a
+    """)
 
 
 def spread_out(model):
