@@ -210,7 +210,8 @@ def stored_bits(quantized: Any) -> float | None:
     kernels = {
         entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
     }
-    entries = {kernel.weight.data_ptr(): entry for entry, kernel in kernels.items()}.values()
+    stored = {entry: getattr(kernel, "weight", next(kernel.buffers())) for entry, kernel in kernels.items()}
+    entries = {weight.data_ptr(): entry for entry, weight in stored.items()}.values()  # recurrent layers share none
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None
 
