@@ -36,7 +36,7 @@ def block_grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tenso
         rows, by_row = values.mT, weights[:, None].expand_as(values.mT)
         ends = least_range(rows, rows.amin(2), rows.amax(2), spec, 2.0, by_row, _ZOOMS)
     else:
-        low, high = torch.empty(2, *values[:, 0].shape)
+        low, high = values.new_empty(2, *values[:, 0].shape)
         ends = low, high
         for parts in zip(values, weights, *ends, strict=True):
             search_columns(loops, *parts[:2], spec, _ZOOMS, *parts[2:])

@@ -44,7 +44,7 @@ def least_block_range(
     module = loops(_MODULE) if is_compiled and has_memory(rows) else None
     if module is None:
         return least_range(values, low, high, spec, power, zooms=zooms)
-    weights, ends = torch.ones(rows.shape[1]), torch.empty(2, len(rows))
+    weights, ends = rows.new_ones(rows.shape[1]), rows.new_empty(2, len(rows))
 
     def search(at: int) -> None:
         part = slice(at, at + _ROWS_AT_ONCE)
@@ -75,7 +75,7 @@ def search_columns(
         low: lower end of each block, float32 (R,), contiguous; written.
         high: upper end of each block, likewise.
     """
-    table = torch.tensor(zooms, dtype=torch.float32).reshape(-1, 3)
+    table = torch.tensor(zooms, dtype=torch.float32, device="cpu").reshape(-1, 3)
     module.least_ranges(
         values.data_ptr(), weights.data_ptr(), table.data_ptr(), len(table), low.data_ptr(), high.data_ptr(),
         *values.shape, spec.qmin, spec.qmax, int(spec.symmetric),
