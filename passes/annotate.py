@@ -170,10 +170,17 @@ class _Planner:
         if config.is_float:
             selected = selector or "all ops that no override selects"
             return self._float("excluded by the recipe", f"the recipe says float for {selected}", fix)
-        decides = selector is None and config.activation is not None and node in self._size_deciders
-        if decides and calls[0].op.traits.kind != "float":
-            return self._deciding_size(node, fix)
+        decides = config.activation is not None and node in self._size_deciders
+        why = self._decides_size(node) if decides and calls[0].op.traits.kind != "float" else ""
+        if why and selector is None:
+            return replace(self._float("off the grid", why, fix), exact=True)
+        if why and backend is context.backend:
+            self.rewriter.describe(node, note=f"{why}; an override selects it all the same")
         return self._with_config(node, backend, config, selector)
+
+    def _decides_size(self, node: fx.Node) -> str:
+        """Reason why a node that decides the size of another value should be in float."""
+        return f"its values decide how many entries %{self._size_deciders[node].name} has, so rounding would change it"
 
     def _with_config(
         self, node: fx.Node, backend: Backend, config: QuantConfig, selector: Selector | None
@@ -188,11 +195,6 @@ class _Planner:
         if config.activation is None:
             return self._float("excluded by the recipe", "it has no weight, and the recipe leaves activations in float")
         return self._fit(node, backend, config)
-
-    def _deciding_size(self, node: fx.Node, fix: str) -> Plan:
-        """Float plan of a node that decides the size of another value, with exact inputs."""
-        why = f"its values decide how many entries %{self._size_deciders[node].name} has, so rounding would change it"
-        return replace(self._float("off the grid", why, fix), exact=True)
 
     def _growing_state(self, node: fx.Node, spec: TensorSpec | None) -> Plan:
         """Plan of an `append`: in float; with a spec for its state if the pass store-states stores it as integers."""

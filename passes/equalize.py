@@ -45,7 +45,8 @@ class Equalize(Pass):
     s is sqrt(range of w / range of v) by channel, chosen for all pairs of layers together. Between the layers there may
     be relu, functions with slopes and pooling, and no other op may read the scaled values. A function that clips at c,
     such as relu6, becomes minimum(relu(x), c / s), if the recipe's weights have one scale for the whole tensor: with a
-    scale per channel these weights gain nothing, and clipped values lose the range that all channels have in common.
+    scale per channel these weights gain nothing, and one scale for all clipped values then has to hold different
+    bounds.
     Insert it before `fuse`: `Recipe.static(...).insert_pass(fxq.passes.Equalize(), after="fold-batch-norm")`.
     Source: Nagel et al. 2019 (arXiv 1906.04721), section 4.1.
 
@@ -72,7 +73,7 @@ class Equalize(Pass):
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find the pairs and their factors, then write the layers."""
         layers = {node: layer for node in rewriter.nodes() if (layer := _Layer.of(rewriter.gm, node)) is not None}
-        weight = rewriter.context.recipe.config.weight  # not of overrides: tools that try some share one calibration
+        weight = rewriter.context.recipe.config.weight  # of overrides, no: `sensitivity` tries them on one calibration
         clips = weight is not None and weight.per == "tensor"
         pairs = [pair for layer in layers.values() if (pair := _pair(rewriter.gm, layer, layers, clips)) is not None]
         for _ in range(self.rounds):

@@ -300,7 +300,7 @@ def _able(rewriter: Rewriter) -> dict[fx.Node, Place]:
 
 
 def _off_grid(rewriter: Rewriter) -> Iterator[Pin]:
-    """Yield pins of ops that run in float because of their values. On other data they could run on integers."""
+    """Yield pins of ops that run in float because of their values, or because these decide a size."""
     for node, place in places_of(rewriter.gm, rewriter.nodes()).items():
         plan = info(node).plan
         if plan is not None and plan.precision == "float" and plan.decision.kind == "off the grid":

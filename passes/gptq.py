@@ -122,7 +122,7 @@ class Gptq(Reconstruction):
         factors = self._factors(error, size)
         order, ahead, back = factors.order, factors.ahead, factors.order.argsort()
         # columns are rows here, which are contiguous: (groups, inputs, outputs)
-        target = layer.weight[:, :, order].mT - factors.solved(error.slope)  # the float weight of least error
+        target = (layer.weight[:, :, order].mT - factors.solved(error.slope)).contiguous()  # float, of least error
         scale, zero_point = (
             torch.empty_like(target) if size is not None else values[:, :, order].mT.contiguous()
             for values in (layer.scale, layer.zero_point)
@@ -143,12 +143,14 @@ class Gptq(Reconstruction):
         return replace(layer, scale=scale, zero_point=zero_point), steps.add_(zero_point)
 
     def _factors(self, error: OutputError, size: int | None) -> _Factors:
-        """Factors of the inverse Hessian, with the columns in order; computed once for layers with the same inputs."""
+        """Factors of the damped Hessian, with the columns in order; computed once for layers with the same inputs."""
         key = self, size, error.centred
         if key not in error.inputs.derived:
             gram = error.gram
             usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-            damped = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(gram.shape[1]).to(gram)
+            damped = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(
+                gram.shape[1], dtype=gram.dtype, device=gram.device
+            )
             order = self._order(damped.diagonal(dim1=1, dim2=2).sum(0), size)
             error.inputs.derived[key] = _Factors.of(damped, order)
         factors: _Factors = error.inputs.derived[key]

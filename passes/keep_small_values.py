@@ -168,16 +168,16 @@ class _Trial(CachedFloatForm):
 
     def _count(self, node: fx.Node, loss: _Loss) -> None:
         """Count the input values of a layer that become zero; if they are many, measure the error of its result."""
-        seen, lost, remaining = 0, 0, dict[fx.Node, Tensor]()
+        seen, lost, masks = 0, 0, dict[fx.Node, Tensor]()
         for read, grid in loss.grids.items():
             x = self.values[read]
             step = grid.scale_of(x) if isinstance(grid, DynamicGrid) else grid.s
-            remaining[read] = x.abs() > 0.5 * step
+            masks[read] = x.abs() > 0.5 * step
             nonzero = int(x.count_nonzero())
-            seen, lost = seen + nonzero, lost + nonzero - int(remaining[read].count_nonzero())
+            seen, lost = seen + nonzero, lost + nonzero - int(masks[read].count_nonzero())
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:
-            rounded = {**self.values, **{read: self.values[read] * kept for read, kept in remaining.items()}}
+            rounded = {**self.values, **{read: self.values[read] * mask for read, mask in masks.items()}}
             wants, gots = (tensors(value_of(self.gm, node, values)) for values in (self.values, rounded))
             loss.rows += [_sqnr_of_rows(*pair, loss.channels) for pair in zip(wants, gots, strict=True)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,12 +118,12 @@ class _Inputs:
 
     def __init__(self, shape: tuple[int, ...], bounds: tuple[float, float] | None, generator: torch.Generator) -> None:
         self.shape, self.bounds = shape, bounds
-        self.noise = [torch.randn(shape, generator=generator)]
+        draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        self.noise = [draw(shape)]
         if len(shape) == 4:
             sizes = [tuple(max(1, size // scale) for size in shape[2:]) for scale in _SCALES[1:]]
-            self.noise += [2 * torch.randn((*shape[:2], *size), generator=generator) for size in (*sizes, (1, 1))]
-            drawn = torch.randn((len(self.noise), shape[0], 1, 1, 1), generator=generator)
-            strengths = (_LOG_STRENGTH * drawn).exp()
+            self.noise += [2 * draw((*shape[:2], *size)) for size in dict.fromkeys((*sizes, (1, 1)))]
+            strengths = (_LOG_STRENGTH * draw((len(self.noise), shape[0], 1, 1, 1))).exp()
             self.noise = [strength * noise for strength, noise in zip(strengths, self.noise, strict=True)]
         deviation = self._sum().std()
         self.noise = [(noise / deviation).requires_grad_() for noise in self.noise]

@@ -127,7 +127,7 @@ class InputProducts:
         """
         gram, mixed, *totals = self._sums
         size = patches * gram.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] / max(self.count, 1)
-        more = size * torch.eye(gram.shape[2], device=gram.device)
+        more = size * torch.eye(gram.shape[2], dtype=gram.dtype, device=gram.device)
         products = InputProducts()
         products.count, products._sums = self.count, (gram + more, mixed + more, *totals)
         return products

@@ -65,13 +65,15 @@ def rounded(subject: Subject) -> Any:
     """Everything in 4 bits, with the range of each block."""
     spec = fxq.TensorSpec(bits=4, per=64, observer="minmax")
     recipe = everywhere(fxq.Recipe.weight_only(weight=spec), subject)
-    return fxq.quantize(subject.model, recipe, example_inputs=None if subject.is_causal else subject.calibration)
+    return fxq.quantize(
+        subject.model, recipe, example_inputs=None if subject.is_transformers_model else subject.calibration
+    )
 
 
 def everywhere(recipe: fxq.Recipe, subject: Subject) -> fxq.Recipe:
     """Recipe that gives embeddings and the head the bits of the other layers, too."""
     recipe = recipe.override(torch.nn.Embedding, recipe.config)
-    return recipe.override("lm_head", recipe.config) if subject.is_causal else recipe
+    return recipe.override("lm_head", recipe.config) if subject.is_transformers_model else recipe
 
 
 def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False) -> Callable[[Subject], Any]:
@@ -82,10 +84,12 @@ def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False
 
     def quantized(subject: Subject) -> Any:
         parts = subject.calibration.split(8)
-        batches = [{"input_ids": rows} if subject.is_causal else rows for rows in parts] if reads_data else None
+        batches = (
+            [{"input_ids": rows} if subject.is_transformers_model else rows for rows in parts] if reads_data else None
+        )
         recipe = fxq.Recipe.weight_only(bits=bits, per=per)
         recipe = everywhere(recipe, subject) if all_layers else recipe
-        example = None if subject.is_causal or reads_data else subject.calibration
+        example = None if subject.is_transformers_model or reads_data else subject.calibration
         return fxq.quantize(subject.model, recipe, data=batches, example_inputs=example)
 
     return quantized
@@ -150,7 +154,7 @@ def in_nncf(**options: Any) -> Callable[[Subject], Any]:
                 self.model = subject.model
 
             def forward(self, rows: Tensor) -> Any:
-                if not subject.is_causal:
+                if not subject.is_transformers_model:
                     return self.model(rows)
                 return self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
 
@@ -210,8 +214,8 @@ def stored_bits(quantized: Any) -> float | None:
     kernels = {
         entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
     }
-    stored = {entry: getattr(kernel, "weight", next(kernel.buffers())) for entry, kernel in kernels.items()}
-    entries = {weight.data_ptr(): entry for entry, weight in stored.items()}.values()  # recurrent layers share none
+    shared = {entry: getattr(kernel, "weight", None) for entry, kernel in kernels.items()}  # recurrent layers: none
+    entries = {id(entry) if w is None else w.data_ptr(): entry for entry, w in shared.items()}.values()
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None
 
@@ -232,7 +236,7 @@ def measured(name: str, variant: str, rows: int) -> Result:
         seconds = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         loss = MEASURES[subject.measure](subject.model, quantized, judged)
-        of_tokens = perplexity(quantized, judged) if subject.is_causal else None
+        of_tokens = perplexity(quantized, judged) if subject.is_transformers_model else None
     return Result(name, variant, loss, of_tokens, stored_bits(quantized), seconds, peak, subject.measure)
 
 

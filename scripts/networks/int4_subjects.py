@@ -36,14 +36,14 @@ class Subject:
         judged: sequences that no variant sees.
         measure: what a quantized model loses: KL divergence of its distributions from those of the float model, in nats
             per token, or 1 minus the cosine of its outputs and those of the float model, as a mean.
-        is_causal: whether it is a language model of transformers.
+        is_transformers_model: whether it is a language model of transformers.
     """
 
     model: Any
     calibration: Tensor
     judged: Tensor
     measure: Measure = "KL"
-    is_causal: bool = True
+    is_transformers_model: bool = True
 
 
 def iglm_subject() -> Subject:
@@ -76,7 +76,7 @@ def minilm_subject() -> Subject:
     """MiniLM with docstrings: 64 texts of 32 tokens for calibration, 64 that are judged."""
     tokens = tokenize([f"{text.summary} {text.details}" for text in described(400)], most=32)
     rows = tokens.words[tokens.mask.all(1)]
-    return Subject(Sentences().eval(), rows[:64], rows[64:128], "1 - cosine", is_causal=False)
+    return Subject(Sentences().eval(), rows[:64], rows[64:128], "1 - cosine", is_transformers_model=False)
 
 
 class Speller(nn.Module):
@@ -111,7 +111,7 @@ def g2p_subject() -> Subject:
         for _ in range(6):
             rows = torch.cat([rows, model(rows)[:, -1:].argmax(-1)], 1)
     rows = rows[(rows[:, Speller.letters + 1 :] != END).all(1)]
-    return Subject(model, rows[:64], rows[64:320], is_causal=False)
+    return Subject(model, rows[:64], rows[64:320], is_transformers_model=False)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {

@@ -63,6 +63,14 @@ def test_an_override_quantizes_them_as_the_remedy_says():
     recipe = REFERENCE.override("duration", fxq.QuantConfig())
     entries = fxq.quantize(model, recipe, data=data, progress=False).ledger
     assert {e.path: e.precision for e in entries if e.path} == {"before": "float", "duration": "int8", "after": "int8"}
+    (note,) = (e.reason for e in entries if e.path == "duration")
+    assert note == f"{WHY.format('repeat_interleave')}; an override selects it all the same"
+
+
+def test_dynamic_layers_that_decide_durations_are_float():
+    entries = fxq.quantize(voice(by_repeating), "dynamic", example_inputs=inputs(1)[0], progress=False).ledger
+    precisions = {e.path: e.precision for e in entries if e.path}
+    assert precisions["before"] == precisions["duration"] == "float"
 
 
 def test_sizes_that_come_from_shapes_or_from_inputs_leave_layers_on_integers():
@@ -73,6 +81,28 @@ def test_sizes_that_come_from_shapes_or_from_inputs_leave_layers_on_integers():
 
     torch.manual_seed(0)
     model = module(forward, layer=nn.Linear(8, 8), after=nn.Linear(8, 8))
+    data = [(x, torch.arange(32)) for x in inputs(2)]
+    entries = fxq.quantize(model, REFERENCE, data=data, progress=False).ledger
+    assert {e.path: e.precision for e in entries if e.path} == {"layer": "int8", "after": "int8"}
+
+
+@pytest.mark.parametrize(
+    "counts_of",
+    [
+        lambda h, counts: counts * h.new_ones(h.shape[:1]).long(),
+        lambda h, counts: counts * torch.ones_like(h[:, 0]).long(),
+        lambda h, counts: counts.to(h).long(),
+        lambda h, counts: counts.float().type_as(h).view_as(h[:, 0]).long(),
+    ],
+    ids=["new_ones", "ones_like", "to", "type_as"],
+)
+def test_values_that_give_only_shape_and_dtype_decide_nothing(counts_of):
+    def forward(self, x, counts):
+        h = self.layer(x)
+        return self.after(torch.repeat_interleave(h, self.counts_of(h, counts), dim=0))
+
+    torch.manual_seed(0)
+    model = module(forward, layer=nn.Linear(8, 8), after=nn.Linear(8, 8), counts_of=counts_of)
     data = [(x, torch.arange(32)) for x in inputs(2)]
     entries = fxq.quantize(model, REFERENCE, data=data, progress=False).ledger
     assert {e.path: e.precision for e in entries if e.path} == {"layer": "int8", "after": "int8"}

@@ -30,8 +30,8 @@ def least_block_range(
 
     Args:
         values: float32, the shape of `low` and one axis more, along which values share a scale.
-        low: smallest value of each block, float32.
-        high: largest value of each block, same shape.
+        low: smallest value of each block, float32. The loop takes it from the values.
+        high: largest value of each block, same shape, likewise.
         spec: spec of the grid.
         power: exponent of the error. The loop knows 2 only.
         zooms: passes of the search, see `fxq.quant.least_error.least_range`.
