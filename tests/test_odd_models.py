@@ -362,3 +362,34 @@ def test_a_copied_script_module_is_a_float_leaf():
     inner = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     model = copy.deepcopy(module(lambda self, x: self.fc(self.inner(x)), inner=inner, fc=nn.Linear(8, 4)))
     assert fxq.quantize(model, fxq.Recipe.static(optimize="coverage"), data=[torch.randn(4, 8)]).output_sqnr > 25
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        fxq.Recipe.weight_only(bits=4),
+        fxq.Recipe.dynamic(),
+        fxq.Recipe.static(optimize="coverage").insert_pass(fxq.passes.AdaRound(iterations=20), after="smooth"),
+    ],
+    ids=["gptq", "dynamic", "adaround"],
+)
+def test_weights_fitted_to_data_where_new_tensors_are_float64(recipe):
+    """The default dtype of new tensors is that of the user, not of the model."""
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)).eval(), torch.randn(32, 64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        qmodel = fxq.quantize(model, recipe.with_backend("reference"), data=[x, 2 * x])
+        y = qmodel(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert y.dtype == torch.float32 and sqnr(model(x), y) > 15  # dB: 4 bits
+
+
+def test_synthetic_data_where_new_tensors_are_float64():
+    model = nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    torch.set_default_dtype(torch.float64)
+    try:
+        (batch,) = fxq.synthetic(model, (2, 3, 16, 16), batches=1, steps=2, progress=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert batch.dtype == torch.float32 and batch.isfinite().all()

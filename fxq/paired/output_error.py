@@ -55,7 +55,7 @@ class WeightRows:
 
     def rescaled(self, error: OutputError) -> WeightRows:
         """Grid with the scale of each row, among smaller and larger ones, that has the least error with rounding."""
-        factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2, device=self.scale.device)
+        factors = torch.logspace(*_SCALE_OCTAVES, _SCALE_COUNT, base=2).to(self.scale)
         grids = [replace(self, scale=self.scale * factor) for factor in factors]
         best = torch.stack([error(grid.real(grid.nearest())) for grid in grids]).argmin(0)
         return replace(self, scale=self.scale * factors[best][:, :, None])

@@ -232,7 +232,7 @@ def _products(layer: IntegerLayer, runs: PairedRun, samples: int) -> _Products:
     for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
         got = wanted if layer.reads_rounded_tokens or torch.equal(got, wanted) else got
         for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
-            counts = token_weights(real[0]) if layer.reads_tokens else torch.ones(x.shape[1], device=x.device)
+            counts = token_weights(real[0]) if layer.reads_tokens else x.new_ones(x.shape[1])
             counts = counts / counts.mean()
             part = math.ceil((1 - _HELD_OUT) * x.shape[1])
             for of_part, rows in ((products.fit, slice(part)), (products.held_out, slice(part, None))):
