@@ -51,7 +51,7 @@ def round_block(
 
     Args:
         target: float weights of least error, by column, float32, (G, n, R).
-        real: the same, with the compensation of the errors of earlier blocks.
+        real: these weights with the compensation of the errors of earlier blocks.
         scale: scales, float32, (G, n, R).
         low: smallest integers minus zero points, float32, (G, n, R).
         high: largest integers minus zero points, float32, (G, n, R).

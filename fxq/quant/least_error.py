@@ -16,7 +16,7 @@ _CHUNK = 131072  # elements; the intermediate results of one chunk stay in the L
 Zooms = Sequence[tuple[float, float, int]]
 ZOOMS: Zooms = ((-5.0, 0.0, 31), (-0.1, 0.1, 9), (-0.02, 0.02, 5))
 """Passes of the search, from coarse to fine: first and last factor (in octaves), number of candidates."""
-_FITS = 3
+FITS = 3
 """Number of times that scales are fitted to the integers."""
 MAX_QUICK_VALUES = 256
 """Number of values that share a scale, up to which `QUICK_ZOOMS` suffice."""
@@ -131,7 +131,7 @@ def _fitted(
         weights: weights of the values, (R, n); None: all equal.
         error_of: the error of the rows.
     """
-    for _ in range(_FITS):
+    for _ in range(FITS):
         scale, zero_point = _grid(ends, spec)
         limits = torch.stack([spec.qmin - zero_point, spec.qmax - zero_point], 1)
         exact = rows / scale[:, None]

@@ -115,7 +115,8 @@ def _is_plain(x: Tensor) -> bool:
 def _source_hash() -> str:
     """Hash of all sources that are compiled, and of the kind of CPU."""
     digest, quant = hashlib.sha256(repr(cpu_kind()).encode()), Path(__file__).parents[3] / "quant"
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), quant / "dynamic_grid.py", quant / "packing.py"):
+    read = (quant / f"{name}.py" for name in ("dynamic_grid", "packing", "least_error"))
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), *read):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

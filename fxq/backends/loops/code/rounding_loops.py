@@ -10,12 +10,12 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import compiled, helper
+from fxq.quant.least_error import FITS
 
 _f = np.float32
 _TILE = 64
 """Rows at a time."""
-_FITS = 3
-"""Number of times that scales are fitted to the integers."""
+_MIN_SCALE = _f(np.finfo(np.float32).tiny)
 
 
 @helper
@@ -35,7 +35,7 @@ def round_columns(target, real, scale, low, high, ahead, steps, errors, columns,
 
     Args:
         target: Float weights of least error, (columns, rows).
-        real: The same, with the compensation of the errors of earlier blocks.
+        real: These weights with the compensation of the errors of earlier blocks.
         scale: Scales, (columns, rows).
         low: Smallest integers minus zero points, (columns, rows).
         high: Largest integers minus zero points, (columns, rows).
@@ -72,14 +72,11 @@ def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest, count):
     zero = _f((qmin + qmax + 1) // 2)
     below, above, span = zero - _f(qmin), _f(qmax) - zero, _f(qmax - qmin)
     for r in range(count):
-        if symmetric:
-            step, zero_point = max(-low[r] / below, high[r] / above), zero
-        else:
-            step = (high[r] - low[r]) / span
-            step = _f(1.1754943508222875e-38) if step < _f(1.1754943508222875e-38) else step
-            zero_point = _f(qmin) - np.rint(low[r] / step)
+        step = max(-low[r] / below, high[r] / above) if symmetric else (high[r] - low[r]) / span
+        scale[r], zero_point = _MIN_SCALE if step < _MIN_SCALE else step, zero
+        if not symmetric:
+            zero_point = _f(qmin) - np.rint(low[r] / scale[r])
             zero_point = _f(qmin) if zero_point < qmin else _f(qmax) if zero_point > qmax else zero_point
-        scale[r] = _f(1.1754943508222875e-38) if step < _f(1.1754943508222875e-38) else step
         smallest[r], largest[r] = _f(qmin) - zero_point, _f(qmax) - zero_point
 
 
@@ -160,7 +157,7 @@ def _search(values, weights, tile, zooms, qmin, qmax, symmetric, best):
     least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
     _ends(values, tile, ends[0], ends[1])
     tried[:, :], best[:, :], least[:] = ends, ends, _f(np.inf)
-    for z in range(-1, len(zooms) + _FITS):
+    for z in range(-1, len(zooms) + FITS):
         is_zoom = 0 <= z < len(zooms)
         points = int(zooms[z, 2]) if is_zoom else 1
         for k in range(points * directions if is_zoom else 1):
