@@ -19,7 +19,7 @@ from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.paired.estimate import ShrunkMean
-from fxq.paired.paired_run import PairedRun
+from fxq.paired.paired_run import PairedRun, float_side, integer_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import LayerValues
 from fxq.quant.spec import QuantConfig
@@ -130,7 +130,7 @@ class CorrectBias(Pass):
             fits.append(self._fitted(rewriter, fitted, floats, count=None if whole else len(parts)))
             for layer in fits[-1].values():
                 layer.learns = False
-            sqnr_before, sqnr_after = (_sqnr(rewriter.gm, held_out, layers, floats) for layers in ({}, fits[-1]))
+            sqnr_before, sqnr_after = _sqnrs(rewriter.gm, held_out, ({}, fits[-1]), floats)
             if not sqnr_after > sqnr_before + _MIN_GAIN_DB:
                 return self._layers(rewriter)
         if whole:  # a fit to the whole batch corrects later layers better than a fit to one sample after the other
@@ -163,7 +163,7 @@ _MIN_SAMPLES = 16
 """Number of samples from which a fit is used without a test on held-out samples."""
 _MIN_GAIN_DB = 0.5
 """SQNR that the output must gain on the held-out half, in dB."""
-_MIN_TEST_PIECES = 4
+_MIN_TEST_PIECES = 3
 """Number of held-out pieces from which one test is enough. With fewer, each half is tested on the other."""
 _MIN_BATCHES = 8
 """Number of batches from which a fit is used without a test, where batches cannot be divided into samples."""
@@ -307,17 +307,21 @@ def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], flo
     run.run()
 
 
-def _sqnr(gm: fx.GraphModule, batches: Sequence[Batch], layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> float:
-    """SQNR of the integer graph's output in dB, with the layers corrected; the lowest of several outputs."""
-    agreements: dict[int, Agreement] = {}
-    correct = {node: layer.correct for node, layer in layers.items()}
+def _sqnrs(
+    gm: fx.GraphModule, batches: Sequence[Batch], fits: Sequence[Mapping[fx.Node, _Layer]], floats: LayerValues
+) -> list[float]:
+    """SQNR of the integer graph's output in dB, by fit of its layers; the lowest of several outputs."""
+    agreements: list[dict[int, Agreement]] = [{} for _ in fits]
+    corrections = [{node: layer.correct for node, layer in layers.items()} for layers in fits]
     for batch in batches:
-        run = PairedRun.with_float_form(gm, [batch], (), floats, [gm.graph.output_node()], correct=correct)
-        ((got_outputs, wanted_outputs),) = run.run()
-        for place, (wanted, got) in enumerate(zip(tensors(wanted_outputs), tensors(got_outputs), strict=True)):
-            if wanted.is_floating_point():
-                add_output(agreements, place, wanted, got)
-    return min((output.sqnr for output in agreements.values()), default=math.nan)
+        reference = float_side(gm, [batch], [gm.graph.output_node()], floats)
+        sides = [integer_side(gm, [batch], correct) for correct in corrections]
+        wanted_outputs = list(tensors(reference.run()))
+        for of_fit, side in zip(agreements, sides, strict=True):
+            for place, (wanted, got) in enumerate(zip(wanted_outputs, tensors(side.run()), strict=True)):
+                if wanted.is_floating_point():
+                    add_output(of_fit, place, wanted, got)
+    return [min((output.sqnr for output in of_fit.values()), default=math.nan) for of_fit in agreements]
 
 
 def _write(rewriter: Rewriter, node: fx.Node, layer: _Layer) -> None:

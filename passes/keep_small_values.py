@@ -14,18 +14,21 @@ from fxq.common.data import Batch
 from fxq.common.isolation import seeded
 from fxq.common.metrics import tensors
 from fxq.graph.info import Decision, Plan, info
-from fxq.graph.query import unobserved
+from fxq.graph.query import submodule, unobserved
 from fxq.graph.run import value_of
 from fxq.graph.unit import calls_of, inputs_of, integer_sources, wanted_forms
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
+from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
 
 MIN_CHECKED_BITS = 6
 """Bits below which a grid is not checked: it rounds many values to zero in any model, and the recipe asks for it."""
+LARGE_MODEL_SAMPLES = 2
+"""Maximum number of samples that a large model runs on."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class KeepSmallValues(Pass):
     Keeps: the graph.
 
     Squares and other powers are an example: their values span more orders of magnitude than 8 bits can represent, so
-    that a few peaks remain among zeros. The pass runs the graph in float on a few recorded samples, or on the example
-    if there are none, and counts the values that their grid rounds to zero. Exact zeros, as after a relu, do not count.
+    that a few peaks remain among zeros. The pass counts the values that their grid rounds to zero. Exact zeros, as
+    after a relu, do not count. Where the histograms of the observers show that a layer loses few values, nothing is
+    run; for the other layers, the graph runs in float on a few recorded samples, or on the example if there are none.
     If a layer would lose too many values, it is run again without them. It stays on integers if its result hardly
     changes: the lost values are then as unimportant as the output of a closed gate.
 
@@ -47,7 +51,8 @@ class KeepSmallValues(Pass):
             with outputs of GELU or SiLU rarely more than 0.25.
         least: minimum SQNR of the layer's result without these values, in dB, as the median over its rows (vectors of
             channels). 20 dB is an error of a tenth, several times that of ordinary rounding to 8 bits.
-        samples: about how many samples to run: the share of small values hardly differs from sample to sample.
+        samples: about how many samples to run, at most `LARGE_MODEL_SAMPLES` of a large model: the share of small
+            values hardly differs from sample to sample.
     """
 
     most: float = 0.5
@@ -83,18 +88,47 @@ class KeepSmallValues(Pass):
 
         def run(batches: Sequence[Batch]) -> dict[fx.Node, _Loss]:
             all_losses = {node: _Loss.of(rewriter.gm, node) for node in rewriter.nodes()}
-            losses = {node: loss for node, loss in all_losses.items() if loss.grids}
+            losses = {node: loss for node, loss in all_losses.items() if self._may_lose(rewriter.gm, loss)}
             floats = context.floats.of(rewriter.gm, context) if losses else LayerValues()
             for batch in batches if losses else ():
                 with torch.no_grad(), seeded():
                     _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
-        return on_samples(context, self.samples, run)
+        is_large = context.original is not None and context.original.is_large
+        return on_samples(context, min(self.samples, LARGE_MODEL_SAMPLES) if is_large else self.samples, run)
+
+    def _may_lose(self, gm: fx.GraphModule, loss: _Loss) -> bool:
+        """Whether the observers of a layer's inputs leave open that more than `most` of the values become zero."""
+        shares = (_share_seen(gm, read, grid) for read, grid in loss.grids.items())
+        return any(share is None or share > self.most for share in shares)
 
     def _float(self, why: str) -> Plan:
         fix = f'recipe.without_pass("{self.name}")'
         return Plan(Decision("float", "off the grid", why, fix, self.name), exact=True)
+
+
+def _share_seen(gm: fx.GraphModule, read: fx.Node, grid: Grid) -> float | None:
+    """Upper limit of the share of a value that a grid rounds to zero, by observers; None: unknown.
+
+    A value without an observer is known by those of its parts, if it is copied from them as a whole.
+    """
+    if isinstance(grid, DynamicGrid):
+        return None
+    largest, seen, todo = 0.0, {read}, [read]
+    while todo:
+        value = todo.pop()
+        observer, calls = submodule(gm, value), calls_of(gm, value)
+        share = observer.share_below(grid.s / 2) if isinstance(observer, Observer) and observer.seen else None
+        if share is not None:
+            largest = max(largest, share)
+            continue
+        copies = bool(calls) and all(call.op.traits.kind == "moves" and not call.op.traits.selects for call in calls)
+        if not copies and not isinstance(observer, Observer):
+            return None
+        todo += [part for part in value.all_input_nodes if part not in seen]
+        seen.update(todo)
+    return largest
 
 
 def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:

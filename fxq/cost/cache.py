@@ -49,7 +49,8 @@ def measure(call: Call, cold: bool = False) -> float:
     """Return the seconds that a call takes on an idle machine: the minimum over runs, once several runs agree.
 
     Other programs only add to times. Runs are repeated until `AGREEING_RUNS` of them took at most `MAX_RUN_RATIO` times
-    the fastest, or `MAX_MEASURE_SECONDS` have passed. The first two runs, in which kernels pack weights, do not count.
+    the fastest, or `MAX_MEASURE_SECONDS` have passed. The first two runs, in which kernels pack weights, do not count,
+    nor does more than one if that takes long.
 
     Args:
         call: the call to time.
@@ -58,8 +59,10 @@ def measure(call: Call, cold: bool = False) -> float:
     eviction_buffer = torch.zeros(EVICTION_BYTES if cold else 0, dtype=torch.uint8)
     now = clock()
     with torch.inference_mode():
+        began = now()
         call()
-        call()
+        if now() - began < MAX_MEASURE_SECONDS / AGREEING_RUNS:
+            call()
         times: list[float] = []
         began = now()
         while (

@@ -20,7 +20,7 @@ from fxq.tracing.fidelity import part_for, run_model, same_values
 
 log = logging.getLogger("fxq")
 
-LARGE_MODEL_SAMPLES = 8
+LARGE_MODEL_SAMPLES = 4
 """Number of samples that a large model is compared on."""
 MAX_NAMED_LAYERS = 3
 """Number of layers that a warning names."""
@@ -28,15 +28,18 @@ MAX_DB_ABOVE_OUTPUT = 10.0
 """Layers whose SQNR is this many dB above the output's add little to its error, and are not named in a warning."""
 
 
-def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float | None]:
+def output_sqnrs(
+    gms: Sequence[fx.GraphModule], context: Context, large_model_samples: int = LARGE_MODEL_SAMPLES
+) -> list[float | None]:
     """Return the SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
 
     If there are several float outputs, it is the minimum over them, so that large values (boxes in pixels) do not hide
-    small ones (scores). A large model runs on `LARGE_MODEL_SAMPLES` samples.
+    small ones (scores).
 
     Args:
         gms: the graphs; the user's model runs once for all of them.
         context: holds the float model, the recorded samples, and the example, which is used if samples do not run.
+        large_model_samples: number of samples that a large model runs on; others run on all recorded ones.
 
     Returns:
         dB for each graph, see `fxq.common.metrics.sqnr`; None if the model returns no float tensor.
@@ -46,7 +49,7 @@ def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float 
     with torch.no_grad(), without_autocast():
         try:
             large = context.original is not None and context.original.is_large
-            samples = context.some_samples(LARGE_MODEL_SAMPLES) if large else context.samples or [context.example]
+            samples = context.some_samples(large_model_samples) if large else context.samples or [context.example]
             return _compared(gms, context, samples)
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # the first samples of a batch are recorded; models whose axis 0 does not count samples cannot run on them

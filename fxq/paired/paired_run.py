@@ -77,6 +77,13 @@ class Side:
             self.step(next(self._nodes))
         return self._waiting.pop(node)
 
+    def run(self) -> list[Any]:
+        """Run all nodes, and return the output for each batch."""
+        *nodes, output = self.program.graph.nodes
+        for node in nodes:
+            self.step(node)
+        return self.step(output)
+
     def finish(self) -> None:
         """Run the remaining nodes, if `see` needs them."""
         for node in self._nodes if self._see is not None else ():
@@ -90,6 +97,48 @@ class Side:
     def safe(self, value: Any) -> Any:
         """Return a value that no later node changes in place: a copy if the graph may do so."""
         return copied(value) if self.program.overwrites else value
+
+
+def float_side(
+    gm: fx.GraphModule,
+    batches: Sequence[Batch],
+    values: Collection[fx.Node],
+    floats: LayerValues | None = None,
+    see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
+) -> Side:
+    """Side of the float form of a qdq graph.
+
+    Args:
+        gm: the qdq graph.
+        batches: the batches.
+        values: nodes whose values are read.
+        floats: cached float outputs of layers.
+        see: by node, a function that receives the layer's float output before the ops fused to it.
+    """
+
+    def start(program: IsolatedGraph, batch: Batch) -> Runner:
+        return CachedFloatForm(gm, batch, floats or LayerValues(), values, see or {}, program.modules)
+
+    return Side(IsolatedGraph(gm, gm.graph), batches, start)
+
+
+def integer_side(
+    gm: fx.GraphModule,
+    batches: Sequence[Batch],
+    correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
+) -> Side:
+    """Side of a qdq graph.
+
+    Args:
+        gm: the qdq graph.
+        batches: the batches.
+        correct: by node, a function of the layer's output, before the ops fused to it, which returns its replacement.
+    """
+
+    def start(program: IsolatedGraph, batch: Batch) -> Runner:
+        return _CorrectedRun(program, batch, correct or {})
+
+    return Side(IsolatedGraph(gm, gm.graph), batches, start)
 
 
 class PairedRun:
@@ -139,16 +188,8 @@ class PairedRun:
             at_once: number of samples that are searched for padding at once, see `used_rows`.
         """
         used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens, at_once) for batch in batches]
-        needed, cached = list(gm.graph.nodes) if values is None else values, floats or LayerValues()
-
-        def start_float(program: IsolatedGraph, batch: Batch) -> Runner:
-            return CachedFloatForm(gm, batch, cached, needed, see or {}, program.modules)
-
-        def start_integer(program: IsolatedGraph, batch: Batch) -> Runner:
-            return _CorrectedRun(program, batch, correct or {})
-
-        reference, compared = (IsolatedGraph(gm, gm.graph) for _ in range(2))
-        return cls(Side(reference, batches, start_float), Side(compared, batches, start_integer), used=used)
+        needed = list(gm.graph.nodes) if values is None else values
+        return cls(float_side(gm, batches, needed, floats, see), integer_side(gm, batches, correct), used=used)
 
     def step(self, node: fx.Node) -> list[tuple[Any, Any]]:
         """Run the next node, and the reference as far as its value there.

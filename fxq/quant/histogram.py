@@ -72,6 +72,12 @@ def coarsen(counts: Tensor, shift: int) -> Tensor:
     return torch.zeros_like(counts).index_add_(0, coarse + SIDE - 1, counts)
 
 
+def count_up_to(counts: Tensor, exponent: int, bound: float) -> int:
+    """Return the number of values in the bins that hold magnitudes up to `bound`, the bin around zero included."""
+    reach = min(int(bound * 2.0**-exponent), SIDE - 1)
+    return int(counts[SIDE - 1 - reach : SIDE + reach].sum())
+
+
 def widest_gap(counts: Tensor, exponent: int) -> tuple[float, float]:
     """Return the widest interval between two values that has no value in it, to a bin; (0.0, 0.0) for one bin."""
     filled = counts.nonzero().flatten() - (SIDE - 1)

@@ -274,6 +274,14 @@ class Observer(nn.Module, ABC):
         """Whether there was data, and all of it zero."""
         return self.seen and not bool(self.minimum.any() or self.maximum.any())
 
+    def share_below(self, bound: float) -> float | None:
+        """Share of the nonzero values seen whose magnitude is at most `bound`, or an upper limit of it; None: unknown.
+
+        Args:
+            bound: magnitude, in the unit of the values, at least 0.
+        """
+        return None
+
     def gap(self) -> tuple[float, float]:
         """Return the widest interval between two values seen that has no value in it; (0.0, 0.0) if not known."""
         return 0.0, 0.0

@@ -85,6 +85,7 @@ class Histogram(Observer):
 
         counts: int64 (SLOTS,), see `fxq/quant/histogram.py`.
         exponent: int64, 0-d; the width of a bin is 2**exponent.
+        zeros: int64, 0-d; the number of values that are exactly zero.
 
     Source: `fxq.quant.histogram.clip_range`.
     """
@@ -93,11 +94,13 @@ class Histogram(Observer):
 
     counts: Tensor
     exponent: Tensor
+    zeros: Tensor
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_buffer("counts", histogram.empty_counts())
         self.register_buffer("exponent", torch.tensor(histogram.MIN_EXPONENT))
+        self.register_buffer("zeros", torch.tensor(0))
 
     def observe(self, x: Tensor) -> None:
         values = flat(x).float()
@@ -106,6 +109,7 @@ class Histogram(Observer):
         self._coarsen_to(histogram.exponent_for(bound))
         # Not in place: a buffer created under torch.inference_mode cannot be written outside of it.
         self.counts = self.counts + histogram.count(values, int(self.exponent)).to(self.counts.device)
+        self.zeros = self.zeros + (len(values) - values.count_nonzero()).to(self.zeros.device)
 
     def _records_as(self, other: Observer) -> bool:
         """Whether `other` records a histogram too, with any options, or only the smallest and the largest value."""
@@ -117,10 +121,16 @@ class Histogram(Observer):
         self._coarsen_to(int(operand.exponent))
         counts = histogram.coarsen(operand.counts, int(self.exponent) - int(operand.exponent))
         self.counts = self.counts + counts.to(self.counts.device)
+        self.zeros = self.zeros + operand.zeros.to(self.zeros.device)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.counts = self.counts.clone()  # loading writes in place, which `empty_counts` does not allow
         super()._load_from_state_dict(*args, **kwargs)
+
+    def share_below(self, bound: float) -> float:
+        nonzero = int(self.counts.sum() - self.zeros)
+        small = histogram.count_up_to(self.counts.cpu(), int(self.exponent), bound) - int(self.zeros)
+        return small / nonzero if nonzero else 0.0
 
     def gap(self) -> tuple[float, float]:
         """Return the widest interval between two values seen that has no value in it, to a bin."""

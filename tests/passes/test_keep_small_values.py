@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxq
+from fxq.errors import PassError
 from fxq.graph.info import info
 from fxq.passes import KeepSmallValues
 from tests.support.graphs import node, run_pass
@@ -213,6 +214,23 @@ def test_a_network_of_powers(recurrent, preset, backend):
     without = fxq.quantize(model, recipe.without_pass("keep-small-values"), data=data)
     assert [e.precision for e in qmodel.ledger.where(op=("linear", "lstm"))] == ["float", "int8"]
     assert qmodel.output_sqnr > 30 and without.output_sqnr < 6
+
+
+def test_nothing_runs_where_the_histograms_show_that_few_values_are_lost(monkeypatch):
+    """A relu leaves many exact zeros, which do not count."""
+
+    def run(self):
+        raise AssertionError("the graph ran")
+
+    monkeypatch.setattr("fxq.passes.keep_small_values._Trial.run", run)
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), [torch.randn(64, 40)]
+    assert fxq.quantize(model, QUIET, data=data).ledger.count("int8") == 3
+    with pytest.raises(PassError, match="the graph ran"):
+        fxq.quantize(OfPowers(False).eval(), QUIET, data=[powers(4, 20, 40)])
+    with pytest.raises(PassError, match="the graph ran"):  # this observer counts nothing
+        activation = fxq.TensorSpec(observer="minmax")
+        fxq.quantize(model, fxq.Recipe.static(backend="reference", activation=activation), data=data)
 
 
 def test_dynamic_looks_at_the_example():

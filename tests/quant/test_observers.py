@@ -203,6 +203,20 @@ def test_percentile_is_that_of_the_values():
     assert float(observer.qparams().high) == pytest.approx(float(high), rel=0.01)
 
 
+@given(data=batches, bound=st.floats(0, 4))
+@settings(max_examples=27, deadline=None)
+def test_the_share_of_small_values_is_an_upper_limit_to_a_bin(data, bound):
+    """Exact zeros count neither as small nor as seen."""
+    x = torch.cat([*data, torch.zeros(7)])
+    nonzero = x[x != 0].abs().double()
+    observer = observed("histogram", [x])
+    width = 2.0 ** int(observer.exponent)
+    share = observer.share_below(bound)
+    exact, wider = ((nonzero <= limit).double().mean().nan_to_num() for limit in (bound, bound + width))
+    assert exact <= share <= wider
+    assert observed("minmax", [x]).share_below(bound) is None
+
+
 def test_percentile_of_one_sided_data_clips_one_end():
     x = torch.arange(1, 100_001).float()
     low, high = observed("percentile", [x]).clipped(x.min(), x.max())
