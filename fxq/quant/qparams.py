@@ -137,12 +137,13 @@ def _quantize_blocks(
 
 
 def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    """Dequantize from a grid per block, without scales and zero points in the size of `q`."""
+    """Dequantize, without scales and zero points in the size of `q` if they are per block. Zero points of 0 are free."""
+    x, is_centred = q.to(torch.float32, copy=True), not zero_point.is_meta and not zero_point.any()
     if axis is None or block is None:
-        return _dequantize_tensor(q, scale, zero_point, axis, block)
-    x = q.to(torch.float32, copy=True)
+        x = x if is_centred else x.sub_(spread(zero_point, q, axis, block))
+        return x.mul_(spread(scale, q, axis, block))
     for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
-        part.sub_(z).mul_(s)
+        (part if is_centred else part.sub_(z)).mul_(s)
     return x
 
 
