@@ -60,12 +60,14 @@ class RowProduct:
         scales, zeros = int(scale.numel() > 1), int(zero_point is not None and zero_point.numel() > 1)
         constants, weight, depth = self._constants, self._weight, self._depth
         addresses, numbers = tuple(tensor.data_ptr() for tensor in constants), (rows, columns, *self._numbers)
-        scale_rows = loops.scale_products if weight is None else loops.scale_sums
+        scales_floats = weight is None
+        scale_rows = loops.scale_products if scales_floats else loops.scale_sums
         multiply = self._layer.bind(x) if weight is None else lambda x: torch._int_mm(x.reshape(rows, depth), weight)
 
         def run(x: Tensor, scale: Tensor, zero_point: Tensor = self._zero) -> Tensor:
             product = multiply(x).contiguous()
-            y = torch.empty(shape, dtype=torch.float32, device="cpu")
+            # in place where that is possible: a new tensor of this size, such as logits, costs more than the scaling
+            y = product.view(shape) if scales_floats else torch.empty(shape, dtype=torch.float32, device="cpu")
             grid = scale.data_ptr(), scales, zero_point.data_ptr(), zeros
             scale_rows(product.data_ptr(), *grid, *addresses, 0, y.data_ptr(), *numbers)
             return y
