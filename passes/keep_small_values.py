@@ -95,8 +95,7 @@ class KeepSmallValues(Pass):
                     _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
-        is_large = context.original is not None and context.original.is_large
-        return on_samples(context, min(self.samples, LARGE_MODEL_SAMPLES) if is_large else self.samples, run)
+        return on_samples(context, min(self.samples, LARGE_MODEL_SAMPLES) if context.is_large else self.samples, run)
 
     def _may_lose(self, gm: fx.GraphModule, loss: _Loss) -> bool:
         """Whether the observers of a layer's inputs leave open that more than `most` of the values become zero."""

@@ -110,8 +110,7 @@ class VerifyLowering(Pass):
         if context.divisible:
             size = sum(tensor.numel() for tensor in tensors((batch.args, batch.kwargs)))
             sample_size = size // (samples_in(batch) or 1)
-            large = context.original is not None and context.original.is_large
-            batch = first_of(batch, 2 if large else max(2, _MAX_INPUT_VALUES // max(sample_size, 1)))
+            batch = first_of(batch, 2 if context.is_large else max(2, _MAX_INPUT_VALUES // max(sample_size, 1)))
         findings = self._compare(rewriter, batch, resizes=self.sizes)
         if findings is None:  # the first samples were cut along an axis that does not count samples
             batch = context.example

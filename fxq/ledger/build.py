@@ -48,7 +48,7 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
     entries = [_entry(op, runs.get(op.name, []), absorbed.get(op.name), context) for op in original.ops]
     node_rows, edges = rows_by_node(entries), IntegerEdges(gm)
     with context.untouched(), seeded():  # both graphs share modules with the user's model
-        errors = measure(original, gm, node_rows, measured_with(context, original), edges.read)
+        errors = measure(original, gm, node_rows, measured_with(context), edges.read)
     remedies = Remedies(edges, entries)
     lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}
     costs = {w.runs[0]: w.cost for w in workers if w.runs}

@@ -44,10 +44,10 @@ class LayerErrors:
     values: dict[str, Distribution] = field(default_factory=dict)
 
 
-def measured_with(context: Context, original: FloatModelOps) -> list[Batch]:
+def measured_with(context: Context) -> list[Batch]:
     """Batches to measure errors with: the first recorded batch (one sample for a large model), then the example."""
     recorded = context.samples[:1]
-    if context.divisible and original.is_large:
+    if context.divisible and context.is_large:
         recorded = [first_of(batch, 1) for batch in recorded]
     return [*recorded, context.example]
 

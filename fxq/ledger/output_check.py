@@ -48,9 +48,8 @@ def output_sqnrs(
     """
     with torch.no_grad(), without_autocast():
         try:
-            large = context.original is not None and context.original.is_large
-            samples = context.some_samples(large_model_samples) if large else context.samples or [context.example]
-            return _compared(gms, context, samples)
+            few = context.some_samples(large_model_samples) if context.is_large else context.samples
+            return _compared(gms, context, few or [context.example])
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # the first samples of a batch are recorded; models whose axis 0 does not count samples cannot run on them
             log.info("the output is compared on the example instead of recorded samples: %s", error)

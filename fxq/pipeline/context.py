@@ -13,6 +13,7 @@ from fxq.backends.base import Backend
 from fxq.common.code_state import OuterVariables
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.common.isolation import ModelChanges, untouched
+from fxq.common.metrics import tensors
 from fxq.errors import RecipeError
 from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
@@ -100,6 +101,17 @@ class Context:
         """Whether the recipe trains."""
         return self.recipe.trains
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the example or a recorded batch takes so much work that passes use few samples where these suffice.
+
+        The work of a batch is estimated from the number of elements of its first tensor, relative to the example's.
+        """
+        if self.original is None:
+            return False
+        sizes = [next((t.numel() for t in tensors((b.args, b.kwargs))), 1) for b in (self.example, *self.samples)]
+        return self.original.is_large_for(max(sizes[0], 1) / max(*sizes, 1))
+
     def untouched(self) -> AbstractContextManager[ModelChanges]:
         """Context that undoes state changes of the model's code, if the graph, which shares leaves with it, runs any.
 
@@ -130,7 +142,7 @@ class Context:
             least: minimum number of samples, if so many are recorded.
             count: about how many batches a large model gets.
         """
-        if self.original is None or not self.original.is_large or not self.divisible:
+        if self.original is None or not self.is_large or not self.divisible:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
             recorded = sum(samples_in(batch) or 1 for batch in self.samples)

@@ -68,8 +68,8 @@ class FloatModelOps:
         """Whether the example takes so many multiply-accumulates that passes use few samples where these suffice."""
         return self.is_large_for(1)
 
-    def is_large_for(self, samples: int) -> bool:
-        """Whether one sample is large in this sense, if the example has this number of `samples`."""
+    def is_large_for(self, samples: float) -> bool:
+        """Whether one sample is large in this sense, if the example has `samples` of them (0 to 1: a part of one)."""
         return sum(op.macs for op in self.ops) > _MIN_LARGE_MACS * samples
 
     @cached_property

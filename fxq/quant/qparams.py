@@ -137,7 +137,7 @@ def _quantize_blocks(
 
 
 def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    """Dequantize, without scales and zero points in the size of `q` if they are per block. Zero points of 0 are free."""
+    """Dequantize, of grids per block without scales and zero points in the size of `q`."""
     x, is_centred = q.to(torch.float32, copy=True), not zero_point.is_meta and not zero_point.any()
     if axis is None or block is None:
         x = x if is_centred else x.sub_(spread(zero_point, q, axis, block))

@@ -129,6 +129,14 @@ def test_some_samples(sizes, most, wanted):
     assert len(sizes) <= most or places[-1] >= len(sizes) // 2
 
 
+@pytest.mark.parametrize(("sizes", "large"), [([2, 1], False), ([2, 6], True), ([], False)])
+def test_a_recorded_batch_may_be_larger_than_the_example(monkeypatch, sizes, large):
+    """As with a language model, whose example has a few tokens: 6 samples take 24 multiplications."""
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 10)
+    own_context = recorded(sizes)
+    assert own_context.is_large is large and not own_context.original.is_large
+
+
 @pytest.mark.parametrize(
     ("large", "divisible", "least", "sizes"),
     [
