@@ -39,7 +39,7 @@ def block_grid(values: Tensor, weights: Tensor, spec: TensorSpec) -> tuple[Tenso
         low, high = values.new_empty(2, *values[:, 0].shape)
         ends = low, high
         for parts in zip(values, weights, *ends, strict=True):
-            search_columns(loops, *parts[:2], spec, _ZOOMS, *parts[2:])
+            search_columns(loops, *parts[:2], spec, _ZOOMS, 0.0, *parts[2:])
     grid = choose_qparams(*ends, spec)
     return grid.scale.to(scale_dtype(grid.scale)).float(), grid.zero_point.float()
 

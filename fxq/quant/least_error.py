@@ -58,6 +58,7 @@ def least_range(
     power: float,
     weights: Tensor | None = None,
     zooms: Zooms = ZOOMS,
+    emphasis: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return for each row the range whose grid has the smallest sum of abs(error) ** power.
 
@@ -73,6 +74,8 @@ def least_range(
         power: exponent of the error.
         weights: weights of the values in the sum, float32, shape of `values`; None: all equal.
         zooms: passes of the search, from coarse to fine: first and last factor in octaves, number of candidates.
+        emphasis: how much more the errors of large values count: each is multiplied by 1 + emphasis * x**2 / m, with
+            the value x and the mean m of the squares in its row.
 
     Returns:
         (low, high), float32, same shape as `low`; the ranges of the arguments if none is better.
@@ -84,18 +87,33 @@ def least_range(
         True
 
     Source: Banner et al. 2019, section 2; Choukroun et al. 2019 (least squares); Frantar et al. 2022, whose code takes
-    a power of 2.4 for weights.
+    a power of 2.4 for weights. An emphasis of 4 is that of ik_llama.cpp, which has no paper: its types for weights have
+    the factors m / 4 + x**2 where no importance matrix is given.
     """
     rows = values.reshape(low.numel(), -1)
     ends = torch.stack([low.flatten().clamp(max=0.0), high.flatten().clamp(min=0.0)], 1)
     rows_per_chunk = max(_CHUNK // max(rows.shape[1], 1), 1)
     chunks = [slice(i, i + rows_per_chunk) for i in range(0, len(rows), rows_per_chunk)]
     of_rows = None if weights is None else weights.reshape(rows.shape)
-    best_ends = torch.cat(
-        [_search(rows[at], ends[at], spec, power, None if of_rows is None else of_rows[at], zooms) for at in chunks]
-    )
+
+    def best_ends_at(at: slice) -> Tensor:
+        factors = _emphasized(rows[at], None if of_rows is None else of_rows[at], emphasis)
+        return _search(rows[at], ends[at], spec, power, factors, zooms)
+
+    best_ends = torch.cat([best_ends_at(at) for at in chunks])
     best_low, best_high = best_ends.unbind(1)
     return best_low.reshape(low.shape), best_high.reshape(high.shape)
+
+
+def _emphasized(rows: Tensor, weights: Tensor | None, emphasis: float) -> Tensor | None:
+    """Weights (R, n) of the values in the error, with the emphasis of large ones; None: all equal."""
+    if not emphasis:
+        return weights
+    squares = rows.square()
+    mean = squares.mean(1, keepdim=True)
+    is_normal = (mean >= torch.finfo(torch.float32).tiny) & mean.isfinite()
+    factors = torch.where(is_normal, 1 + emphasis * (squares / mean), 1.0)
+    return factors if weights is None else weights * factors
 
 
 def _search(rows: Tensor, ends: Tensor, spec: TensorSpec, power: float, weights: Tensor | None, zooms: Zooms) -> Tensor:

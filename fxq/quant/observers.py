@@ -192,9 +192,11 @@ class LeastError(Observer):
     """
 
     keeps_data = True
-    options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0)}
+    options: ClassVar[Mapping[str, tuple[float, float]]] = {"power": (1.0, 8.0), "emphasis": (0.0, 100.0)}
     power: float = 2.0
     """Exponent of the error: the sum of abs(error) ** power is minimized."""
+    emphasis: float = 0.0
+    """How much more the errors of large values count, see `fxq.quant.least_error.least_range`."""
     search: Callable[..., tuple[Tensor, Tensor]] = staticmethod(least_range)
     """Function with the arguments and results of `least_range`; a backend may have a faster one."""
 
@@ -226,7 +228,7 @@ class LeastError(Observer):
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         zooms = QUICK_ZOOMS if self.values.shape[-1] <= MAX_QUICK_VALUES else ZOOMS
-        return self.search(self.values.cpu(), low, high, self.spec, self.power, zooms=zooms)
+        return self.search(self.values.cpu(), low, high, self.spec, self.power, zooms=zooms, emphasis=self.emphasis)
 
 
 OBSERVERS: dict[str, type[Observer]] = {

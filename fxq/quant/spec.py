@@ -162,8 +162,13 @@ It is affine, since some values of a key are large and of one sign in all tokens
 CACHE_TEXT = 'fxq.TensorSpec(per="row", range="dynamic")'
 """Code of `CACHE`, for messages."""
 WEIGHT = TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
-WEIGHT4 = TensorSpec(bits=4, per=64, observer="mse")
-"""Default of 4-bit weights. Affine, since with 16 integers it has a smaller error than symmetric."""
+WEIGHT4 = TensorSpec(bits=4, per=64, observer="mse:emphasis=4")
+"""Default of 4-bit weights. Affine, since with 16 integers it has a smaller error than symmetric.
+
+Ranges of plain least squares clip the largest weights, which lose more in the output than their squared error says.
+"""
+WEIGHT3 = TensorSpec(bits=3, per=64, observer="mse")
+"""Default of weights of 2 and 3 bits, with so few integers that clipping gains more than it loses."""
 FLOAT16 = TensorSpec(signed=True, symmetric=True, observer="minmax", format="float16")
 
 
@@ -193,7 +198,7 @@ def weight_spec(bits: int, per: Any, dtype: torch.dtype | None) -> TensorSpec:
         raise RecipeError("weight_only: float16 weights have no scales; leave out bits and per.")
     if dtype is not None:
         return FLOAT16
-    default = WEIGHT4 if bits in (2, 3, 4) else WEIGHT
+    default = {2: WEIGHT3, 3: WEIGHT3, 4: WEIGHT4}.get(bits, WEIGHT)
     return replace(default, bits=bits, per=default.per if per is None else per)
 
 

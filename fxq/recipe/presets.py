@@ -143,7 +143,8 @@ def weight_only(
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values; in models
             of transformers that generate, per block of 128 values for linear layers and of 64 for the head. 2 to 4:
-            affine, one scale per block of 64 values, those of least squared error. Values of 7 bits take a byte.
+            affine, one scale per block of 64 values, those of least squared error; with 4 bits, errors of large
+            values count more. Values of 7 bits take a byte.
         per: granularity of the scales: "tensor", "channel", or the number of values in a block, such as 32 or 128.
         dtype: torch.float16 stores weights as float16 instead of integers.
         compute: "bfloat16" allows linear layers to multiply up to 16 rows in bfloat16, which rounds inputs and sums to
@@ -156,8 +157,8 @@ def weight_only(
 
     Example:
         >>> fxq.Recipe.weight_only(bits=4).config.weight
-        TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='mse', range='calibrated', \
-format='integer')
+        TensorSpec(bits=4, signed=False, symmetric=False, per=64, observer='mse:emphasis=4', \
+range='calibrated', format='integer')
         >>> recipe = fxq.Recipe.dynamic().override(nn.Embedding, fxq.Recipe.weight_only(bits=4).config)
 
     Source: Dettmers and Zettlemoyer 2023, section 2 (blocks, for 4 bits).

@@ -53,6 +53,36 @@ def test_symmetric_ranges_against_all_of_a_fine_list(power):
     assert (least <= 1.05 * tried).all() and (least <= error(low, high)).all()
 
 
+@pytest.mark.parametrize("emphasis", [1.0, 4.0])
+def test_errors_of_large_values_count_more(emphasis):
+    """The weighted error of affine ranges, against that of many pairs of ends, on scaled and on zero rows, too."""
+    spec, x = fxq.TensorSpec(bits=4), weights(6, 64)
+    x[5] = 0
+    low, high = x.amin(1), x.amax(1)
+    counts = 1 + emphasis * x.square() / x.square().mean(1, keepdim=True).clamp(min=1e-9)
+
+    def error(low, high):
+        qp = choose_qparams(low, high, spec, 0)
+        return ((dequantize(quantize(x, qp), qp) - x).square() * counts).sum(1)
+
+    ends = least_range(x, low, high, spec, 2.0, emphasis=emphasis)
+    factors = torch.linspace(0.15, 1, 80)
+    tried = torch.stack([error(f * low, g * high) for f in factors for g in factors]).amin(0)
+    assert (error(*ends) <= 1.05 * tried + 1e-9).all()
+    for factor in (2.0**-20, 2.0**20):
+        scaled = least_range(factor * x, factor * low, factor * high, spec, 2.0, emphasis=emphasis)
+        assert torch.allclose(torch.stack(scaled), factor * torch.stack(ends), rtol=1e-4)
+    plain = least_range(x, low, high, spec, 2.0)
+    assert float((ends[1] - ends[0]).sum()) > 1.01 * float((plain[1] - plain[0]).sum())
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 1e25])
+def test_squares_that_float32_does_not_hold(magnitude):
+    x = magnitude * weights(3, 32)
+    low, high = least_range(x, x.amin(1), x.amax(1), fxq.TensorSpec(bits=4), 2.0, emphasis=1.0)
+    assert (low >= x.amin(1)).all() and (high <= x.amax(1)).all() and (high > low).all()
+
+
 @pytest.mark.parametrize("per", ["channel", 16])
 @pytest.mark.parametrize("shape", [(8, 40), (8, 20, 3, 3), (4, 12, 5)])
 def test_weights_of_four_bits_are_closer_than_with_minmax(shape, per):

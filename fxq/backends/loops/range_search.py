@@ -22,7 +22,7 @@ _MIN_VALUES = 1 << 16
 
 
 def least_block_range(
-    values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, power: float, zooms: Zooms
+    values: Tensor, low: Tensor, high: Tensor, spec: TensorSpec, power: float, zooms: Zooms, emphasis: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return what `least_range` returns; many blocks of some tens of values are searched by a compiled loop.
 
@@ -35,6 +35,7 @@ def least_block_range(
         spec: spec of the grid.
         power: exponent of the error. The loop knows 2 only.
         zooms: passes of the search, see `fxq.quant.least_error.least_range`.
+        emphasis: how much more the errors of large values count, likewise.
 
     Returns:
         (low, high), float32, same shape as `low`.
@@ -43,12 +44,13 @@ def least_block_range(
     is_compiled = power == 2.0 and rows.shape[1] <= MAX_QUICK_VALUES and rows.numel() >= _MIN_VALUES
     module = loops(_MODULE) if is_compiled and has_memory(rows) else None
     if module is None:
-        return least_range(values, low, high, spec, power, zooms=zooms)
+        return least_range(values, low, high, spec, power, zooms=zooms, emphasis=emphasis)
     weights, ends = rows.new_ones(rows.shape[1]), rows.new_empty(2, len(rows))
 
     def search(at: int) -> None:
         part = slice(at, at + _ROWS_AT_ONCE)
-        search_columns(module, rows[part].T.contiguous(), weights, spec, zooms, ends[0, part], ends[1, part])
+        columns = rows[part].T.contiguous()
+        search_columns(module, columns, weights, spec, zooms, emphasis, ends[0, part], ends[1, part])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # the loop does not hold Python's lock
         list(threads.map(search, range(0, len(rows), _ROWS_AT_ONCE)))
@@ -61,6 +63,7 @@ def search_columns(
     weights: Tensor,
     spec: TensorSpec,
     zooms: Sequence[tuple[float, float, int]],
+    emphasis: float,
     low: Tensor,
     high: Tensor,
 ) -> None:
@@ -72,11 +75,12 @@ def search_columns(
         weights: weights of the columns in the error, float32 (n,), contiguous.
         spec: spec of the grid.
         zooms: passes of the search, see `fxq.quant.least_error.least_range`.
+        emphasis: how much more the errors of large values count, likewise.
         low: lower end of each block, float32 (R,), contiguous; written.
         high: upper end of each block, likewise.
     """
     table = torch.tensor(zooms, dtype=torch.float32, device="cpu").reshape(-1, 3)
     module.least_ranges(
         values.data_ptr(), weights.data_ptr(), table.data_ptr(), len(table), low.data_ptr(), high.data_ptr(),
-        *values.shape, spec.qmin, spec.qmax, int(spec.symmetric),
+        *values.shape, spec.qmin, spec.qmax, int(spec.symmetric), emphasis,
     )  # fmt: skip

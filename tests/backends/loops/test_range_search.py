@@ -13,10 +13,11 @@ from fxq.quant.qparams import choose_qparams, dequantize, quantize
 pytest.importorskip("numba")
 
 
-def errors(x, ends, spec):
-    """Squared error of each row (R, n) with the grids of ranges (R,), (R,)."""
+def errors(x, ends, spec, emphasis=0.0):
+    """Squared error of each row (R, n) with the grids of ranges (R,), (R,); those of large values count more."""
     qp = choose_qparams(*ends, spec, 0)
-    return (dequantize(quantize(x, qp), qp) - x).double().square().sum(1)
+    counts = 1 + emphasis * x.square() / x.square().mean(1, keepdim=True).clamp(min=1e-9)
+    return ((dequantize(quantize(x, qp), qp) - x).double().square() * counts).sum(1)
 
 
 def blocks(n, count=2**16):
@@ -38,6 +39,18 @@ def test_the_errors_are_those_of_the_search_by_ops(bits, n, symmetric, zooms):
     assert float(compiled.sum()) == pytest.approx(float(by_ops.sum()), rel=1e-3)
     assert (compiled <= 1.5 * by_ops + 1e-9).all()  # float32 against float64: a row may end in another local optimum
     assert (compiled <= errors(x, (low, high), spec) * (1 + 1e-5) + 1e-9).all()
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(3, True), (4, False)])
+def test_errors_of_large_values_count_as_in_the_search_by_ops(bits, symmetric):
+    x, spec = blocks(37), fxq.TensorSpec(bits=bits, signed=symmetric, symmetric=symmetric)
+    arguments = x, x.amin(1), x.amax(1), spec, 2.0
+    by_ops = errors(x, least_range(*arguments, zooms=QUICK_ZOOMS, emphasis=1.5), spec, 1.5)
+    compiled = errors(x, least_block_range(*arguments, QUICK_ZOOMS, emphasis=1.5), spec, 1.5)
+    plain = errors(x, least_block_range(*arguments, QUICK_ZOOMS), spec, 1.5)
+    assert float(compiled.sum()) == pytest.approx(float(by_ops.sum()), rel=1e-3)
+    assert (compiled <= 1.5 * by_ops + 1e-9).all()
+    assert float(compiled.sum()) < 0.99 * float(plain.sum())
 
 
 def test_any_shape_and_number_of_threads():

@@ -81,7 +81,20 @@ def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest, count):
 
 
 @helper
-def _add_errors(values, weights, tile, scale, smallest, largest, errors):
+def _gains(values, tile, emphasis, gains):
+    """Emphasis of rows: the error of a value x counts 1 + (gain * x)**2 times."""
+    gains[:] = _f(0)
+    for i in range(len(values)):
+        column = values[i, tile]
+        for r in range(len(column)):
+            gains[r] += column[r] * column[r]
+    for r in range(len(gains)):
+        mean = gains[r] / _f(len(values))
+        gains[r] = np.sqrt(emphasis / mean) if mean >= _MIN_SCALE else _f(0)
+
+
+@helper
+def _add_errors(values, weights, gains, tile, scale, smallest, largest, errors):
     """Weighted squared errors of rows with their grids."""
     errors[:] = _f(0)
     for i in range(len(weights)):
@@ -91,11 +104,12 @@ def _add_errors(values, weights, tile, scale, smallest, largest, errors):
             step = smallest[r] if step < smallest[r] else step
             step = largest[r] if step > largest[r] else step
             error = step * scale[r] - column[r]
-            errors[r] += weight * (error * error)
+            large = gains[r] * column[r]
+            errors[r] += (weight + weight * (large * large)) * (error * error)
 
 
 @helper
-def _fit(values, weights, tile, scale, smallest, largest, low, high, sums):
+def _fit(values, weights, gains, tile, scale, smallest, largest, low, high, sums):
     """Ranges of the scales of least weighted error for the integers of the nearest values; written to low and high.
 
     `sums` is memory for two numbers of each row.
@@ -109,8 +123,10 @@ def _fit(values, weights, tile, scale, smallest, largest, low, high, sums):
             step = np.rint(exact)
             step = smallest[r] if step < smallest[r] else step
             step = largest[r] if step > largest[r] else step
-            products[r] += weight * (exact * step)
-            powers[r] += weight * (step * step)
+            large = gains[r] * column[r]
+            factor = weight + weight * (large * large)
+            products[r] += factor * (exact * step)
+            powers[r] += factor * (step * step)
     for r in range(tile.stop - tile.start):
         factor = products[r] / powers[r] if powers[r] > _f(0) else _f(1)
         factor = _f(0) if factor < _f(0) else factor
@@ -149,12 +165,14 @@ def _shrink(ends, start, direction, factor, is_finer, tried, count):
 
 
 @helper
-def _search(values, weights, tile, zooms, qmin, qmax, symmetric, best):
+def _search(values, weights, tile, zooms, qmin, qmax, symmetric, emphasis, best):
     """Range of each row of a tile with the least error; written to `best`."""
     count, directions = tile.stop - tile.start, 1 if symmetric else 3
     ends, start, tried = np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f)
     scale, smallest, largest = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty(_TILE, _f)
     least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
+    gains = np.empty(_TILE, _f)
+    _gains(values, tile, emphasis, gains)
     _ends(values, tile, ends[0], ends[1])
     tried[:, :], best[:, :], least[:] = ends, ends, _f(np.inf)
     for z in range(-1, len(zooms) + FITS):
@@ -169,14 +187,14 @@ def _search(values, weights, tile, zooms, qmin, qmax, symmetric, best):
                 _shrink(ends, start, k // points, factor, last != 0, tried, count)
             elif z >= 0:
                 _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-                _fit(values, weights, tile, scale, smallest, largest, tried[0], tried[1], sums)
+                _fit(values, weights, gains, tile, scale, smallest, largest, tried[0], tried[1], sums)
             _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-            _add_errors(values, weights, tile, scale, smallest, largest, errors)
+            _add_errors(values, weights, gains, tile, scale, smallest, largest, errors)
             _keep_better(tried[0], tried[1], errors, best[0], best[1], least, count)
 
 
-@compiled("f* f* f* i f* f* i i i i i")
-def least_ranges(values, weights, zooms, zoom_count, low, high, columns, rows, qmin, qmax, symmetric):
+@compiled("f* f* f* i f* f* i i i i i f")
+def least_ranges(values, weights, zooms, zoom_count, low, high, columns, rows, qmin, qmax, symmetric, emphasis):
     """Range of each row whose grid has the least weighted squared error, as `fxq.quant.least_error.least_range`.
 
     Args:
@@ -191,11 +209,12 @@ def least_ranges(values, weights, zooms, zoom_count, low, high, columns, rows, q
         qmin: Smallest integer.
         qmax: Largest integer.
         symmetric: 1 if zero points are in the middle of the integers.
+        emphasis: How much more the errors of large values count.
     """
     values, weights = carray(values, (columns, rows)), carray(weights, columns)
     zooms, low, high = carray(zooms, (zoom_count, 3)), carray(low, rows), carray(high, rows)
     best = np.empty((2, _TILE), _f)
     for at in range(0, rows, _TILE):
         tile = slice(at, min(at + _TILE, rows))
-        _search(values, weights, tile, zooms, qmin, qmax, symmetric, best)
+        _search(values, weights, tile, zooms, qmin, qmax, symmetric, emphasis, best)
         low[tile], high[tile] = best[0, : tile.stop - at], best[1, : tile.stop - at]
