@@ -302,6 +302,7 @@ def main() -> None:
         for number in (
             (quantities[r.measure][0], r.loss, quantities[r.measure][1]),
             ("CPU seconds to quantize", r.seconds, "s"),
+            *([("bits per weight", r.bits, "")] if r.bits is not None else []),
         )
     ]
     history.append(arguments.history, "bench.int4", numbers)
