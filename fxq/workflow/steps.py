@@ -220,7 +220,7 @@ def warn_again(heard: Iterable[warnings.WarningMessage]) -> None:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-_READ_EMITS = (fxq.passes.Smooth.name, fxq.passes.SmoothDepthwise.name)
+_READ_EMITS = (fxq.passes.SmoothDepthwise.name, fxq.passes.Smooth.name)
 """Names of the passes before prices that read the specs of kernels that can only emit integers."""
 
 

@@ -36,9 +36,9 @@ def pictures(count, seed=0, dims=2):
 
 def graphs(model, step=None):
     """The graphs before and after the pass."""
-    recipe = FITTED if step is None else PLAIN.insert_pass(step, after="smooth")
+    recipe = FITTED if step is None else PLAIN.insert_pass(step, after="insert-qdq")
     data = pictures(4)
-    names = "smooth", "smooth-depthwise"
+    names = "insert-qdq", "smooth-depthwise"
     return [fxq.extend.run_passes(model, recipe, example_inputs=data[0], data=data, until=name) for name in names]
 
 
