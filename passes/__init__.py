@@ -22,6 +22,7 @@ from fxq.passes.propagate import Propagate
 from fxq.passes.scale_channels import ScaleChannels
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
+from fxq.passes.smooth_depthwise import SmoothDepthwise
 from fxq.passes.store_states import StoreStates
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     ChooseGrids(),
     KeepSmallValues(),
     InsertQdq(),
+    SmoothDepthwise(),
     Smooth(),
     CorrectBias(),
     Propagate(),
@@ -124,6 +126,7 @@ __all__ = [
     "ScaleChannels",
     "ShareQParams",
     "Smooth",
+    "SmoothDepthwise",
     "StoreStates",
     "Trace",
     "VerifyLowering",

@@ -97,6 +97,18 @@ def test_a_file_of_an_old_opset_with_a_fixed_size_is_made_usable_for_other_tools
     assert np.array_equal(y, [[0.0, 0.0], [6.0, 8.0], [4.0, 6.0]])
 
 
+def test_casts_of_constants_are_constants_in_a_file_for_other_tools(tmp_path):
+    text = """<ir_version: 8, opset_import: ["": 13]>
+    g (float[3, 2] x) => (float[3, 2] y) <int64[2] c = {3, 4}>
+    { f = Cast <to = 1> (c)  y = Mul(x, f) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    x = torch.ones(3, 2)
+    content = FilePart(nn.Identity(), (x,), [(x,)], tmp_path / "m.onnx").file()
+    assert [node.op_type for node in onnx.load_from_string(content).graph.node] == ["Mul"]
+    (y,) = onnx_session(content).run(None, {"input0": x.numpy()})
+    assert np.array_equal(y, [[3.0, 4.0]] * 3)
+
+
 def test_a_centre_with_its_size_and_offset_is_a_box():
     likely, size, offset = torch.zeros(1, 1, 8, 8), torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)
     likely[0, 0, 2, 5] = 0.9

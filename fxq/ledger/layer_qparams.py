@@ -43,7 +43,7 @@ class LayerQParams:
             with several outputs, that of the first.
         node: name of the node that runs it, as in the ledger's `into`.
         input_factors: float32, (C,): factors per channel that its input is multiplied by before rounding, from
-            `passes.Smooth`; its weight is divided by them. None if there are none.
+            `passes.Smooth` or `SmoothDepthwise`; its weight is divided by them. None if there are none.
     """
 
     weights: Mapping[str, Weight]
@@ -227,7 +227,7 @@ def _factors(gm: fx.GraphModule, integers: fx.Node) -> Tensor | None:
     """Factors that a pass inserted before a quantize node, on the CPU; None if there are none."""
     product: Any = integers.args[0] if integers.args else None
     factors = constant(gm, product.args[1]) if is_op(product, "mul") and info(product).origins == () else None
-    return factors.cpu() if factors is not None else None
+    return factors.cpu().flatten() if factors is not None else None
 
 
 def _on_cpu(weight: Weight) -> Weight:

@@ -12,7 +12,17 @@ from fxq.backends.by_name import FASTEST
 from fxq.calibration.ranks import Ranks
 from fxq.errors import FxqError, RecipeError, unknown, warn, words_of
 from fxq.ledger.output_check import rank
-from fxq.passes import AdaRound, CorrectBias, Equalize, FoldBatchNorm, Gptq, KeepSmallValues, Smooth, VerifyLowering
+from fxq.passes import (
+    AdaRound,
+    CorrectBias,
+    Equalize,
+    FoldBatchNorm,
+    Gptq,
+    KeepSmallValues,
+    Smooth,
+    SmoothDepthwise,
+    VerifyLowering,
+)
 from fxq.recipe.pass_base import Pass
 from fxq.recipe.recipe import Recipe
 from fxq.tuning.search import other_observers, with_observer
@@ -24,6 +34,7 @@ EFFORTS: tuple[Effort, ...] = ("fast", "default", "best")
 QUICK_PASSES: tuple[Pass, ...] = (
     KeepSmallValues(samples=2),
     Smooth(samples=16, rows=512),
+    SmoothDepthwise(samples=16),
     CorrectBias(samples=16, tested=False, pieces=2),
     VerifyLowering(sizes=False),
 )

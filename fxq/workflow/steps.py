@@ -180,7 +180,7 @@ def to_qdq(
     emits = _emits(manager.gm)
     for before, after, reduced, heard in qdq_cache or ():
         if _emits(before.gm) != emits:
-            if any(shot.name == "smooth" and shot.edits for shot in after.history):
+            if any(shot.name in _READ_EMITS and shot.edits for shot in after.history):
                 continue
             before = before.fork()
             _let_emit(before.gm, emits)
@@ -220,10 +220,14 @@ def warn_again(heard: Iterable[warnings.WarningMessage]) -> None:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+_READ_EMITS = (fxq.passes.SmoothDepthwise.name, fxq.passes.Smooth.name)
+"""Names of the passes before prices that read the specs of kernels that can only emit integers."""
+
+
 def _emits(gm: fx.GraphModule) -> dict[str, TensorSpec]:
     """Specs of the outputs of kernels that can only emit integers, by node.
 
-    This is the part of plans in which backends differ most, and only `smooth` reads it before ops are priced.
+    This is the part of plans in which backends differ most, and only `_READ_EMITS` read it before ops are priced.
     """
     plans = {node.name: plan for node in gm.graph.nodes if (plan := info(node).plan) is not None}
     return {name: plan.emits for name, plan in plans.items() if plan.emits is not None}

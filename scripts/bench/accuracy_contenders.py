@@ -41,8 +41,9 @@ class FilePart(Part):
     def file(self) -> bytes:
         """The file as the other tools can use it.
 
-        Inputs are named as `input_names` does, nodes have a name each, constants are initializers, sizes that the
-        example has otherwise are open, and the opset is 13 at least, the first one with scales per channel.
+        Inputs are named as `input_names` does, nodes have a name each, constants and casts of constants are
+        initializers, sizes that the example has otherwise are open, and the opset is 13 at least, the first one with
+        scales per channel.
         """
         import onnx
         import onnx.version_converter
@@ -64,16 +65,31 @@ class FilePart(Part):
         model.graph.input.extend(inputs)
         nodes = list(model.graph.node)
         del model.graph.node[:]
+        values = {value.name: value for value in model.graph.initializer}
         for i, node in enumerate(nodes):
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                model.graph.initializer.append(node.attribute[0].t)
-                model.graph.initializer[-1].name = node.output[0]
+            value = constant_of(node, values)
+            if value is not None:
+                values[value.name] = value
+                model.graph.initializer.append(value)
                 continue
             node.input[:] = [renamed.get(name, name) for name in node.input]
             node.name = f"{i} {node.name}"
             model.graph.node.append(node)
         content: bytes = model.SerializeToString()
         return content
+
+
+def constant_of(node: Any, values: Mapping[str, Any]) -> Any:
+    """Tensor that a node of an ONNX file gives if it is a constant, or casts one of `values`; else None."""
+    from onnx import helper, numpy_helper
+
+    if node.op_type == "Constant" and node.attribute[0].name == "value":
+        return numpy_helper.from_array(numpy_helper.to_array(node.attribute[0].t), node.output[0])
+    if node.op_type == "Cast" and node.input[0] in values:  # NNCF fails on these
+        array = numpy_helper.to_array(values[node.input[0]])
+        dtype = helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to"))
+        return numpy_helper.from_array(array.astype(dtype), node.output[0])
+    return None
 
 
 Contender = Callable[[Part, bool], tuple[Call, str]]

@@ -50,7 +50,7 @@ class Result:
         heavy: by preset, the reasons for float of ops that multiply and accumulate, with their share of all that is.
         macs: share of multiply-accumulates that run on integers.
         sqnr: dB of int8 against float, on fresh batches.
-        plain: dB of the same before smooth and correct-bias, as a qdq graph.
+        plain: dB of the same before smooth-depthwise, smooth and correct-bias, as a qdq graph.
         kernels: dB of the lowered graph against the qdq graph that it was lowered from, same batch.
         dynamic: dB of the model with ranges measured at run time, which needs no data.
         weight_only: dB of the model with integer weights and float arithmetic.
@@ -168,7 +168,9 @@ def _steps(subject: Subject, options: Mapping[str, str], further: Sequence[str],
     expected = outputs(model, fresh)
     yield "quantize"
     keep, plain = KeepQdq(), KeepPlain()
-    recipe = fxq.Recipe.static(**options).insert_pass(keep, before="lower").insert_pass(plain, before="smooth")
+    recipe = (
+        fxq.Recipe.static(**options).insert_pass(keep, before="lower").insert_pass(plain, before="smooth-depthwise")
+    )
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

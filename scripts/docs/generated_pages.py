@@ -55,6 +55,19 @@ class Attention(nn.Module):
         return logits
 
 
+class Depthwise(nn.Module):
+    """A convolution whose channels differ in size, and a depthwise convolution that reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
+        self.first.weight.data.mul_(torch.logspace(-2, 1, 8).view(-1, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.first(x)))
+        return out
+
+
 def pictures() -> list[Tensor]:
     """Inputs of networks of images."""
     return [torch.rand(4, 3, 8, 8) for _ in range(4)]
@@ -76,6 +89,7 @@ SUBJECTS: tuple[Subject, ...] = (
     (STATIC, Attention, lambda: [torch.randn(4, 6, 8) for _ in range(4)]),
     (STATIC, lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), outliers),
     (STATIC, lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 4)), powers),
+    (STATIC.without_pass("keep-small-values"), Depthwise, lambda: [torch.randn(8, 3, 16, 16) for _ in range(4)]),
     (
         STATIC.insert_pass(fxq.passes.Equalize(), after="fold-batch-norm").insert_pass(
             fxq.passes.AdaRound(), after="smooth"
