@@ -27,7 +27,7 @@ from fxq.rewriting.rewriter import Rewriter
 
 MIN_CHECKED_BITS = 6
 """Bits below which a grid is not checked: it rounds many values to zero in any model, and the recipe asks for it."""
-LARGE_MODEL_SAMPLES = 2
+FEW_SAMPLES = 2
 """Maximum number of samples that a large model runs on."""
 
 
@@ -41,8 +41,9 @@ class KeepSmallValues(Pass):
 
     Squares and other powers are an example: their values span more orders of magnitude than 8 bits can represent, so
     that a few peaks remain among zeros. The pass counts the values that their grid rounds to zero. Exact zeros, as
-    after a relu, do not count. Where the histograms of the observers show that a layer loses few values, nothing is
-    run; for the other layers, the graph runs in float on a few recorded samples, or on the example if there are none.
+    after a relu, do not count. Where histograms of all calibration data show that a layer loses few values,
+    nothing is run. For other layers, also those whose observers have no histogram, the graph runs in float on a few
+    recorded samples, or on the example if there are none.
     If a layer would lose too many values, it is run again without them. It stays on integers if its result hardly
     changes: the lost values are then as unimportant as the output of a closed gate.
 
@@ -51,7 +52,7 @@ class KeepSmallValues(Pass):
             with outputs of GELU or SiLU rarely more than 0.25.
         least: minimum SQNR of the layer's result without these values, in dB, as the median over its rows (vectors of
             channels). 20 dB is an error of a tenth, several times that of ordinary rounding to 8 bits.
-        samples: about how many samples to run, at most `LARGE_MODEL_SAMPLES` of a large model: the share of small
+        samples: about how many samples to run, at most `FEW_SAMPLES` of a large model: the share of small
             values hardly differs from sample to sample.
     """
 
@@ -95,11 +96,11 @@ class KeepSmallValues(Pass):
                     _Trial(rewriter.gm, batch, floats, losses, self.most).run()
             return losses
 
-        return on_samples(context, min(self.samples, LARGE_MODEL_SAMPLES) if context.is_large else self.samples, run)
+        return on_samples(context, min(self.samples, FEW_SAMPLES) if context.is_large else self.samples, run)
 
     def _may_lose(self, gm: fx.GraphModule, loss: _Loss) -> bool:
-        """Whether the observers of a layer's inputs leave open that more than `most` of the values become zero."""
-        shares = (_share_seen(gm, read, grid) for read, grid in loss.grids.items())
+        """Whether more than `most` of a layer's inputs may become zero, by their observers."""
+        shares = (_share_rounded_to_zero(gm, read, grid) for read, grid in loss.grids.items())
         return any(share is None or share > self.most for share in shares)
 
     def _float(self, why: str) -> Plan:
@@ -107,27 +108,32 @@ class KeepSmallValues(Pass):
         return Plan(Decision("float", "off the grid", why, fix, self.name), exact=True)
 
 
-def _share_seen(gm: fx.GraphModule, read: fx.Node, grid: Grid) -> float | None:
-    """Upper limit of the share of a value that a grid rounds to zero, by observers; None: unknown.
+def _share_rounded_to_zero(gm: fx.GraphModule, read: fx.Node, grid: Grid) -> float | None:
+    """Upper limit of the share of a value's nonzero elements that a grid rounds to zero, by observers.
 
-    A value without an observer is known by those of its parts, if it is copied from them as a whole.
+    None: they do not tell. A value without an observer is a view or a concatenation of values that have one.
     """
     if isinstance(grid, DynamicGrid):
         return None
     largest, seen, todo = 0.0, {read}, [read]
     while todo:
         value = todo.pop()
-        observer, calls = submodule(gm, value), calls_of(gm, value)
-        share = observer.share_below(grid.s / 2) if isinstance(observer, Observer) and observer.seen else None
+        observer = submodule(gm, value)
+        share = observer.share_up_to(grid.s / 2) if isinstance(observer, Observer) and observer.seen else None
         if share is not None:
             largest = max(largest, share)
             continue
-        copies = bool(calls) and all(call.op.traits.kind == "moves" and not call.op.traits.selects for call in calls)
-        if not copies and not isinstance(observer, Observer):
+        if not isinstance(observer, Observer) and not _has_all_elements(gm, value):
             return None
         todo += [part for part in value.all_input_nodes if part not in seen]
         seen.update(todo)
     return largest
+
+
+def _has_all_elements(gm: fx.GraphModule, value: fx.Node) -> bool:
+    """Whether a value has all elements of the values that its node reads, and no others."""
+    ops = [call.op for call in calls_of(gm, value)]
+    return bool(ops) and all(op.name in ("cat", "stack") or (op.traits.view and not op.traits.selects) for op in ops)
 
 
 def _is_light(gm: fx.GraphModule, node: fx.Node) -> bool:

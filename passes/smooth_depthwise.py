@@ -136,12 +136,12 @@ class _Input:
         rows = x.movedim(self.axis, 0).flatten(1)
         self.values += rows.shape[1]
         for_ranges, for_errors = rows.tensor_split([round(share * rows.shape[1])], dim=1)
-        if for_errors.numel():
+        if for_ranges.numel():
+            self.low, self.high = _around(for_ranges, self.low, self.high)
+        if for_errors.numel() and self.low.dim():
             self.noise = self.noise + torch.stack([self._noise(for_errors, factors) for factors in self.ways])
             self.power = self.power + for_errors.double().square().sum(1)
             self.later = _around(for_errors, *self.later)
-        if for_ranges.numel():
-            self.low, self.high = _around(for_ranges, self.low, self.high)
 
     def include_later(self) -> None:
         """Widen the ranges to all samples, once the errors are known."""

@@ -49,8 +49,8 @@ def measure(call: Call, cold: bool = False) -> float:
     """Return the seconds that a call takes on an idle machine: the minimum over runs, once several runs agree.
 
     Other programs only add to times. Runs are repeated until `AGREEING_RUNS` of them took at most `MAX_RUN_RATIO` times
-    the fastest, or `MAX_MEASURE_SECONDS` have passed. The first two runs, in which kernels pack weights, do not count,
-    nor does more than one if that takes long.
+    the fastest, or `MAX_MEASURE_SECONDS` have passed. The first two runs, in which kernels pack weights, do not count;
+    after a slow first run, the second one does.
 
     Args:
         call: the call to time.

@@ -21,25 +21,24 @@ from fxq.tracing.fidelity import part_for, run_model, same_values
 log = logging.getLogger("fxq")
 
 LARGE_MODEL_SAMPLES = 4
-"""Number of samples that a large model is compared on."""
+"""Number of samples that a large model is compared on, if they have enough output values."""
+MIN_OUTPUT_VALUES = 512
+"""Number of values of each output that are compared at least, if so many are recorded: an SQNR of fewer is noise."""
 MAX_NAMED_LAYERS = 3
 """Number of layers that a warning names."""
 MAX_DB_ABOVE_OUTPUT = 10.0
 """Layers whose SQNR is this many dB above the output's add little to its error, and are not named in a warning."""
 
 
-def output_sqnrs(
-    gms: Sequence[fx.GraphModule], context: Context, large_model_samples: int = LARGE_MODEL_SAMPLES
-) -> list[float | None]:
+def output_sqnrs(gms: Sequence[fx.GraphModule], context: Context) -> list[float | None]:
     """Return the SQNR of the outputs of graphs against the user's model, over recorded calibration samples.
 
     If there are several float outputs, it is the minimum over them, so that large values (boxes in pixels) do not hide
-    small ones (scores).
+    small ones (scores). A large model runs on `LARGE_MODEL_SAMPLES` samples, or on more if it has few output values.
 
     Args:
         gms: the graphs; the user's model runs once for all of them.
         context: holds the float model, the recorded samples, and the example, which is used if samples do not run.
-        large_model_samples: number of samples that a large model runs on; others run on all recorded ones.
 
     Returns:
         dB for each graph, see `fxq.common.metrics.sqnr`; None if the model returns no float tensor.
@@ -48,12 +47,21 @@ def output_sqnrs(
     """
     with torch.no_grad(), without_autocast():
         try:
-            few = context.some_samples(large_model_samples) if context.is_large else context.samples
-            return _compared(gms, context, few or [context.example])
+            return _compared(gms, context, _samples(context) or [context.example])
         except (InputError, RuntimeError, IndexError, ValueError) as error:
             # the first samples of a batch are recorded; models whose axis 0 does not count samples cannot run on them
             log.info("the output is compared on the example instead of recorded samples: %s", error)
             return _compared(gms, context, [context.example])
+
+
+def _samples(context: Context) -> list[Batch]:
+    """Recorded samples to compare on."""
+    if not context.is_large:
+        return context.samples
+    per_sample = samples_in(context.example) or 1
+    sizes = [output.numel() / per_sample for output in tensors(context.outputs) if output.is_floating_point()]
+    needed = math.ceil(MIN_OUTPUT_VALUES / max(min(sizes, default=0.0), 1.0))
+    return context.some_samples(max(LARGE_MODEL_SAMPLES, needed))
 
 
 def _compared(gms: Sequence[fx.GraphModule], context: Context, batches: Sequence[Batch]) -> list[float | None]:

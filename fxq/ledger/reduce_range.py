@@ -15,9 +15,6 @@ from fxq.recipe.pass_base import Pass
 
 log = logging.getLogger("fxq")
 
-_LARGE_MODEL_SAMPLES = 2
-"""Number of samples that a large model runs on, for both roles: the ranking hardly differs from sample to sample."""
-
 
 def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tuple[PassManager, ReducedRange | None]:
     """Run passes up to the qdq graph; if layers saturate with 8 bits, choose the role that has 7 bits.
@@ -45,7 +42,7 @@ def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tupl
             fork.run(passes)
             warnings.simplefilter("ignore")  # the second fork would repeat the warnings of the first
     graphs = [fork.gm for fork in forks.values()]
-    sqnrs = dict(zip(forks, output_sqnrs(graphs, manager.context, _LARGE_MODEL_SAMPLES), strict=True))
+    sqnrs = dict(zip(forks, output_sqnrs(graphs, manager.context), strict=True))
     best = max(forks, key=lambda role: rank(sqnrs[role]))
     log.info("7 bits for %s; SQNR of the output by the role that has 7 bits: %s", best, sqnrs)
     return forks[best], ReducedRange(best, sqnrs)

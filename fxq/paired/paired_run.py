@@ -106,7 +106,7 @@ def float_side(
     floats: LayerValues | None = None,
     see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
 ) -> Side:
-    """Side of the float form of a qdq graph.
+    """Run of the float form of a qdq graph on some batches.
 
     Args:
         gm: the qdq graph.
@@ -127,7 +127,7 @@ def integer_side(
     batches: Sequence[Batch],
     correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
 ) -> Side:
-    """Side of a qdq graph.
+    """Run of a qdq graph on some batches.
 
     Args:
         gm: the qdq graph.

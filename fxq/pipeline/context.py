@@ -103,14 +103,15 @@ class Context:
 
     @property
     def is_large(self) -> bool:
-        """Whether the example or a recorded batch takes so much work that passes use few samples where these suffice.
+        """Whether one sample takes so much work that passes use few samples where these suffice.
 
-        The work of a batch is estimated from the number of elements of its first tensor, relative to the example's.
+        The work of a recorded sample is estimated from the sizes of its tensors, relative to those of the example's.
         """
         if self.original is None:
             return False
-        sizes = [next((t.numel() for t in tensors((b.args, b.kwargs))), 1) for b in (self.example, *self.samples)]
-        return self.original.is_large_for(max(sizes[0], 1) / max(*sizes, 1))
+        first, *others = map(_sizes_of_sample, (self.example, *self.samples))
+        ratios = (size / own for sizes in others for own, size in zip(first, sizes, strict=False) if own and size)
+        return self.original.is_large_for((samples_in(self.example) or 1) / max(ratios, default=1.0))
 
     def untouched(self) -> AbstractContextManager[ModelChanges]:
         """Context that undoes state changes of the model's code, if the graph, which shares leaves with it, runs any.
@@ -142,7 +143,7 @@ class Context:
             least: minimum number of samples, if so many are recorded.
             count: about how many batches a large model gets.
         """
-        if self.original is None or not self.is_large or not self.divisible:
+        if self.original is None or not self.original.is_large or not self.divisible:
             return self.some_samples(most)
         if self.original.is_large_for(samples_in(self.example) or 1):
             recorded = sum(samples_in(batch) or 1 for batch in self.samples)
@@ -201,3 +202,9 @@ class Context:
                     f"{'near: ' + ', '.join(near) if near else 'nothing looks like it'}. "
                     "Paths are those of model.named_modules()."
                 )
+
+
+def _sizes_of_sample(batch: Batch) -> list[float]:
+    """Number of elements of each tensor for one sample, keyword arguments in the order of their names."""
+    count = samples_in(batch) or 1
+    return [tensor.numel() / max(count, 1) for tensor in tensors((batch.args, dict(sorted(batch.kwargs.items()))))]

@@ -65,11 +65,11 @@ class FloatModelOps:
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether the example takes so many multiply-accumulates that passes use few samples where these suffice."""
+        """Whether the whole example takes so many multiply-accumulates that it is run in pieces."""
         return self.is_large_for(1)
 
     def is_large_for(self, samples: float) -> bool:
-        """Whether one sample is large in this sense, if the example has `samples` of them (0 to 1: a part of one)."""
+        """Whether the multiply-accumulates of the example, divided by `samples`, are that many."""
         return sum(op.macs for op in self.ops) > _MIN_LARGE_MACS * samples
 
     @cached_property

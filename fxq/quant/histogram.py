@@ -73,7 +73,13 @@ def coarsen(counts: Tensor, shift: int) -> Tensor:
 
 
 def count_up_to(counts: Tensor, exponent: int, bound: float) -> int:
-    """Return the number of values in the bins that hold magnitudes up to `bound`, the bin around zero included."""
+    """Return the number of values in the bins that hold magnitudes up to `bound`, the bin around zero included.
+
+    Args:
+        counts: the histogram, int64 (SLOTS,).
+        exponent: exponent of its bins.
+        bound: magnitude, at least 0.
+    """
     reach = min(int(bound * 2.0**-exponent), SIDE - 1)
     return int(counts[SIDE - 1 - reach : SIDE + reach].sum())
 

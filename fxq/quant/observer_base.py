@@ -274,8 +274,11 @@ class Observer(nn.Module, ABC):
         """Whether there was data, and all of it zero."""
         return self.seen and not bool(self.minimum.any() or self.maximum.any())
 
-    def share_below(self, bound: float) -> float | None:
-        """Share of the nonzero values seen whose magnitude is at most `bound`, or an upper limit of it; None: unknown.
+    def share_up_to(self, bound: float) -> float | None:
+        """Return an upper limit of the share of nonzero values, 0 to 1, whose magnitude is at most `bound`.
+
+        It is None if the observer does not know it: only histograms do, and only if no fill constant, which they do not
+        count, is that small.
 
         Args:
             bound: magnitude, in the unit of the values, at least 0.

@@ -16,9 +16,13 @@ ObserverState = Mapping[str, Any]
 
 
 def kind_of(observer: Observer) -> str:
-    """Class, options, spec and axis of an observer, as text; observers with the same text can exchange states."""
-    options = {key: getattr(observer, key) for key in sorted(observer.options)}
-    return f"{type(observer).__module__}.{type(observer).__qualname__} {options} {observer.spec!r} {observer.axis}"
+    """Class, options, buffers, spec and axis of an observer, as text.
+
+    Observers with the same text can exchange states.
+    """
+    options, buffers = {key: getattr(observer, key) for key in sorted(observer.options)}, " ".join(observer._buffers)
+    name = f"{type(observer).__module__}.{type(observer).__qualname__}"
+    return f"{name} {options} {buffers} {observer.spec!r} {observer.axis}"
 
 
 def state_of(observer: Observer) -> ObserverState:

@@ -127,10 +127,12 @@ class Histogram(Observer):
         self.counts = self.counts.clone()  # loading writes in place, which `empty_counts` does not allow
         super()._load_from_state_dict(*args, **kwargs)
 
-    def share_below(self, bound: float) -> float:
-        nonzero = int(self.counts.sum() - self.zeros)
-        small = histogram.count_up_to(self.counts.cpu(), int(self.exponent), bound) - int(self.zeros)
-        return small / nonzero if nonzero else 0.0
+    def share_up_to(self, bound: float) -> float | None:
+        total, zeros = int(self.counts.sum()), int(self.zeros)
+        if not total or any(0 < abs(constant) <= bound for constant in self.met_constants):
+            return None
+        small = histogram.count_up_to(self.counts.cpu(), int(self.exponent), bound) - zeros
+        return small / (total - zeros) if total > zeros else 0.0
 
     def gap(self) -> tuple[float, float]:
         """Return the widest interval between two values seen that has no value in it, to a bin."""

@@ -137,13 +137,18 @@ def _quantize_blocks(
 
 
 def _dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, block: int | None) -> Tensor:
-    """Dequantize, of grids per block without scales and zero points in the size of `q`."""
-    x, is_centred = q.to(torch.float32, copy=True), not zero_point.is_meta and not zero_point.any()
+    """Dequantize; if the grid is per block, without scales and zero points in the size of `q`.
+
+    Zero points that are all 0 are not subtracted: a pass over a large weight takes as long as reading it.
+    """
+    zeros_only = zero_point.is_cpu and zero_point.dim() <= q.dim() and not zero_point.any()
     if axis is None or block is None:
-        x = x if is_centred else x.sub_(spread(zero_point, q, axis, block))
-        return x.mul_(spread(scale, q, axis, block))
+        if not zeros_only or scale.dim() > q.dim():
+            return _dequantize_tensor(q, scale, zero_point, axis, block)
+        return q.to(torch.float32, copy=True).mul_(spread(scale, q, axis, block))
+    x = q.to(torch.float32, copy=True)
     for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
-        (part if is_centred else part.sub_(z)).mul_(s)
+        (part if zeros_only else part.sub_(z)).mul_(s)
     return x
 
 

@@ -233,6 +233,24 @@ def test_nothing_runs_where_the_histograms_show_that_few_values_are_lost(monkeyp
         fxq.quantize(model, fxq.Recipe.static(backend="reference", activation=activation), data=data)
 
 
+def test_histograms_do_not_tell_of_constants_and_of_parts_of_values():
+    """Masked rows hold a small constant; and what a smaller picture keeps may be the small values."""
+    torch.manual_seed(0)
+    mask = torch.arange(64)[:, None] % 4 > 0
+    masked = module(lambda self, x: self.fc(x.masked_fill(mask, 0.05)), fc=nn.Linear(40, 8))
+    x = 100 * torch.randn(64, 40)
+    assert fxq.quantize(masked, QUIET, data=[x]).ledger.where(op="linear")[0].precision == "float"
+
+    def forward(self, x):
+        sizes = torch.tensor([0.001, 1.0, 1.0, 1.0]).view(4, 1, 1)
+        shuffled = F.pixel_shuffle(self.first(x) * sizes, 2)
+        return self.last(F.interpolate(shuffled, scale_factor=0.5))
+
+    smaller = module(forward, first=nn.Conv2d(3, 4, 1), last=nn.Conv2d(1, 4, 1, bias=False))
+    ledger = fxq.quantize(smaller, QUIET, data=[torch.randn(8, 3, 8, 8)]).ledger
+    assert ledger.where(op="conv2d")[1].precision == "float"
+
+
 def test_dynamic_looks_at_the_example():
     model = OfPowers(False).eval()
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage").with_min_sqnr(None)

@@ -62,6 +62,15 @@ def test_the_layer_before_takes_the_factors(act):
     )
 
 
+@pytest.mark.parametrize(("size", "gains"), [(16, True), (1, False)])
+def test_one_batch_is_divided_into_halves(size, gains):
+    """A single value of each channel says nothing of its range."""
+    model, data = uneven(padding=1), [torch.randn(1 if size == 1 else 4, 3, size, size)]
+    with_pass, without = (fxq.quantize(model, recipe, data=data) for recipe in (FITTED, PLAIN))
+    want = model(data[0])
+    assert sqnr(want, with_pass(data[0])) > sqnr(want, without(data[0])) + (10 if gains else -0.01)
+
+
 def test_an_input_that_is_computed_in_float_is_multiplied():
     layers = uneven()
     model = module(

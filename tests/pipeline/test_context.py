@@ -129,12 +129,24 @@ def test_some_samples(sizes, most, wanted):
     assert len(sizes) <= most or places[-1] >= len(sizes) // 2
 
 
-@pytest.mark.parametrize(("sizes", "large"), [([2, 1], False), ([2, 6], True), ([], False)])
-def test_a_recorded_batch_may_be_larger_than_the_example(monkeypatch, sizes, large):
-    """As with a language model, whose example has a few tokens: 6 samples take 24 multiplications."""
+@pytest.mark.parametrize(
+    ("shapes", "large"), [([(2, 2), (99, 2)], False), ([(1, 2), (3, 6, 2)], True), ([], False), ([(0, 2)], False)]
+)
+def test_recorded_samples_may_be_larger_than_those_of_the_example(monkeypatch, shapes, large):
+    """As with a language model, whose example has a few tokens: a sample of 6 x 2 takes 24 multiplications."""
     monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 10)
-    own_context = recorded(sizes)
+    own_context = recorded([])
+    own_context.samples[:] = [Batch((torch.rand(shape),)) for shape in shapes]
     assert own_context.is_large is large and not own_context.original.is_large
+
+
+def test_sizes_of_samples_are_compared_by_the_names_of_the_arguments(monkeypatch):
+    monkeypatch.setattr(float_ops, "_MIN_LARGE_MACS", 10)
+    own_context = recorded([])
+    x, mask = torch.rand(2, 2), torch.rand(2, 40)
+    own_context.example = Batch((), {"x": x, "mask": mask})
+    own_context.samples[:] = [Batch((), {"mask": mask, "x": x})]
+    assert not own_context.is_large
 
 
 @pytest.mark.parametrize(

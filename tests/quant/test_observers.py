@@ -211,10 +211,20 @@ def test_the_share_of_small_values_is_an_upper_limit_to_a_bin(data, bound):
     nonzero = x[x != 0].abs().double()
     observer = observed("histogram", [x])
     width = 2.0 ** int(observer.exponent)
-    share = observer.share_below(bound)
+    share = observer.share_up_to(bound)
     exact, wider = ((nonzero <= limit).double().mean().nan_to_num() for limit in (bound, bound + width))
     assert exact <= share <= wider
-    assert observed("minmax", [x]).share_below(bound) is None
+    assert observed("minmax", [x]).share_up_to(bound) is None
+
+
+def test_the_share_of_small_values_is_unknown_where_constants_are_small():
+    """Observers do not count fill constants; and a class of the user may count nothing."""
+    observer = observer_for(SPEC, constants=[0.05, 9.0])
+    observer(torch.tensor([0.05, 1.0, 2.0, 9.0]))
+    assert observer.share_up_to(0.04) == 0.0 and observer.share_up_to(0.05) is None
+    assert Histogram(SPEC).share_up_to(1.0) is None
+    observer = observed("histogram", [torch.zeros(3)])
+    assert observer.share_up_to(1.0) == 0.0
 
 
 def test_percentile_of_one_sided_data_clips_one_end():
