@@ -119,6 +119,7 @@ def test_a_model_that_writes_to_its_parameters_is_refused(tmp_path):
         def forward(self, ids):
             return self.layer(ids)
 
+    torch.manual_seed(0)  # rows whose norm is at the limit are scaled again in each call
     save_file(dict(Writer().state_dict()), tmp_path / "model.safetensors")
     with torch.device("meta"):
         shell = Writer().eval()
