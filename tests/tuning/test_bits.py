@@ -22,7 +22,7 @@ def network():
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128)).eval()
     with torch.no_grad():
         model[2].weight[:, :4] *= 40  # blocks with a few large values
-        model[4].weight[:, 128:] *= 0.01
+        model[4].weight[:, 128:] *= 0.02  # scales of blocks stay normal in float16
     return model
 
 
