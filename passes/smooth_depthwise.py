@@ -17,7 +17,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import constant, is_op, plan_of, read_attribute, swapped
 from fxq.graph.unit import calls_of
 from fxq.ops import OPS
-from fxq.paired.paired_run import PairedRun
+from fxq.paired.paired_run import float_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_moves import move_floats
 from fxq.pipeline.float_ops import divide_original
@@ -294,9 +294,9 @@ def _seen(gm: fx.GraphModule, context: Context, batches: Sequence[Batch]) -> lis
     for i, batch in enumerate(batches if inputs else ()):
         share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
         with torch.no_grad(), seeded():
-            run = PairedRun.with_float_form(gm, [batch], (), floats, inputs)
-            for node in run.reference.program.graph.nodes:
-                for value in run.reference.step(node):
+            side = float_side(gm, [batch], inputs, floats)
+            for node in side.program.graph.nodes:
+                for value in side.step(node):
                     if node in inputs:
                         inputs[node].see(value, share)
     return list(inputs.values())

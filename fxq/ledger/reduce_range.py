@@ -41,8 +41,7 @@ def run_with_reduced_range(manager: PassManager, passes: Sequence[Pass]) -> tupl
         for fork in forks.values():
             fork.run(passes)
             warnings.simplefilter("ignore")  # the second fork would repeat the warnings of the first
-    graphs = [fork.gm for fork in forks.values()]
-    sqnrs = dict(zip(forks, output_sqnrs(graphs, manager.context), strict=True))
+    sqnrs = dict(zip(forks, output_sqnrs([fork.gm for fork in forks.values()], manager.context), strict=True))
     best = max(forks, key=lambda role: rank(sqnrs[role]))
     log.info("7 bits for %s; SQNR of the output by the role that has 7 bits: %s", best, sqnrs)
     return forks[best], ReducedRange(best, sqnrs)
