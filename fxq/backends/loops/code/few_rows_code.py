@@ -23,13 +23,13 @@ _TILES_AHEAD = 3
 
 
 class FewRows(NamedTuple):
-    """Operands of one tile: some rows of the input and some rows of the weight.
+    """Operands of some tiles, one after the other: some rows of the input, and some other rows of the weight for each.
 
     Fields are int64 in loops and LLVM values in the code here.
 
     Attributes:
         x: Address of the input as `few_rows_loops` arranges it, float32 or bytes (rows, chunks, 32 or 64).
-        x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16).
+        x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16); 0: no offsets.
         weight: Address of the first row of the weight.
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
         chunks: Number of chunks of a row.
@@ -44,6 +44,7 @@ class FewRows(NamedTuple):
         out_bytes: Bytes from a result to that of the next row of the input.
         grids: Address of float32 (rows, 2), only for integers: scale of the row, and what is added to its integers.
         ones: Address of the sum of each row of the weight, float32, only for integers.
+        tiles: Number of tiles.
     """
 
     x: Any
@@ -61,6 +62,16 @@ class FewRows(NamedTuple):
     out_bytes: Any
     grids: Any
     ones: Any
+    tiles: Any
+
+    def from_column(self, b: Any, first: Any) -> FewRows:
+        """Operands of the tiles that start `first` rows of the weight later."""
+        numbers, scales = b.mul(first, number(4)), b.mul(b.mul(first, number(4)), self.scales)
+        return self._replace(
+            weight=b.add(self.weight, b.mul(first, self.row_bytes)), scale=b.add(self.scale, scales),
+            offset=b.add(self.offset, scales), bias=b.add(self.bias, numbers), out=b.add(self.out, numbers),
+            ones=b.add(self.ones, numbers),
+        )  # fmt: skip
 
 
 class _Chunk8:
@@ -138,10 +149,13 @@ class _Integers8:
             return products.add_dot(b, total, unsigned, signed)
         if has_row_dot():
             return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.256", self.sums, [total, unsigned, signed])
-        wide, as_bytes = ir.VectorType(INT32, CHUNK), ir.VectorType(INT8, CHUNK)
-        terms = b.mul(b.zext(b.bitcast(unsigned, as_bytes), wide), b.sext(b.bitcast(signed, as_bytes), wide))
-        pairs = _pair_sums(b, terms)
-        return b.add(total, _pair_sums(b, pairs))
+        unsigned, signed = (b.bitcast(value, ir.VectorType(INT8, CHUNK)) for value in (unsigned, signed))
+        return b.add(total, self._sums(b, unsigned, signed))
+
+    def _sums(self, b: Any, unsigned: Any, signed: Any) -> Any:
+        """Sums of 32 products, each of four of them."""
+        pairs = ir.VectorType(INT16, CHUNK)
+        return vectors.halves_joined(b, products.add_pairs(b, b.zext(unsigned, pairs), b.sext(signed, pairs)), b.add)
 
 
 class _Integers4(_Integers8):
@@ -163,12 +177,10 @@ class _Integers4(_Integers8):
         raw = b.lshr(raw, ir.Constant(self.sums, [4] * self.sums.count)) if k else raw
         return b.and_(raw, ir.Constant(self.sums, [0x0F0F0F0F] * self.sums.count))
 
-
-def _pair_sums(b: Any, x: Any) -> Any:
-    """Sums of neighbouring lanes."""
-    order = ir.VectorType(INT32, x.type.count // 2)
-    even, odd = (b.shuffle_vector(x, x, ir.Constant(order, list(range(k, x.type.count, 2)))) for k in (0, 1))
-    return b.add(even, odd)
+    def _sums(self, b: Any, unsigned: Any, signed: Any) -> Any:
+        return (
+            products.small_sums(b, unsigned, signed) if machine_code.KIND.pairs else super()._sums(b, unsigned, signed)
+        )
 
 
 def _registers(b: Any, kind: Any, *sizes: int) -> Any:
@@ -188,33 +200,41 @@ def _smaller(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
-def _tile(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
-    """Code that computes `rows` rows of results, each for `columns` rows of the weight."""
+def _tiles(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
+    """Code that computes `rows` rows of results, for some tiles of `columns` rows of the weight each."""
 
     def code(b: Any, few: Any) -> None:
-        shifts, totals = (_registers(b, kind, columns, rows) for kind in (FLOATS, _floats_like(chunk.sums)))
-        sums = _registers(b, chunk.sums, columns, rows, chunk.halves)
         spans = b.udiv(b.add(few.chunks, b.sub(few.span, number(1))), few.span)
-        x_bytes, scale_bytes = b.mul(few.chunks, number(chunk.size * chunk.values)), b.mul(few.scales, number(4))
-        inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(rows)]
-        scale_lines, offset_lines = (
-            [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
-        )
-        _subtract_offsets(b, few, offset_lines, scale_lines, shifts)
-        with cgutils.for_range(b, spans, intp=INT64) as span:
+        with cgutils.for_range(b, few.tiles, intp=INT64) as tile:
+            _compute_tile(b, chunk, rows, columns, few.from_column(b, b.mul(tile.index, number(columns))), spans)
+
+    return code
+
+
+def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spans: Any) -> None:
+    """Compute `rows` rows of results for `columns` rows of the weight, each of which has `spans` spans."""
+    totals = _registers(b, _floats_like(chunk.sums), columns, rows)
+    sums = _registers(b, chunk.sums, columns, rows, chunk.halves)
+    x_bytes, scale_bytes = b.mul(few.chunks, number(chunk.size * chunk.values)), b.mul(few.scales, number(4))
+    inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(rows)]
+    scale_lines, offset_lines = (
+        [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
+    )
+    with b.if_then(b.icmp_signed("!=", few.x_sums, number(0))):
+        _subtract_offsets(b, few, offset_lines, scale_lines, totals)
+    with b.if_else(b.icmp_signed("==", few.span, number(1))) as (of_one_chunk, of_several):
+        with of_one_chunk, cgutils.for_range(b, few.chunks, intp=INT64) as span:
+            scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
+            _add_chunk(b, chunk, few, span.index, inputs, sums)
+            _end_span(b, sums, scales, totals)
+        with of_several, cgutils.for_range(b, spans, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
             first = b.mul(span.index, few.span)
             count = b.sub(_smaller(b, b.add(first, few.span), few.chunks), first)
             with cgutils.for_range(b, count, intp=INT64) as inner:
                 _add_chunk(b, chunk, few, b.add(first, inner.index), inputs, sums)
-            for of_column, of_rows, factors in zip(totals, sums, scales, strict=True):
-                for total, of_halves in zip(of_column, of_rows, strict=True):
-                    for scale, part in zip(factors, of_halves, strict=True):
-                        value = b.load(part)
-                        _add(b, total, value if chunk.sums is FLOATS else b.sitofp(value, scale.type), scale)
-        _store_results(b, few, totals, shifts, chunk.sums is not FLOATS)
-
-    return code
+            _end_span(b, sums, scales, totals)
+    _store_results(b, few, totals, chunk.sums is not FLOATS)
 
 
 def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
@@ -237,27 +257,16 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
                 b.store(chunk.plus_product(b, b.load(total), value, weight), total)
 
 
-def _store_results(b: Any, few: Any, totals: Any, shifts: Any, of_integers: bool) -> None:
-    """Add up the lanes of each total and of what is added to it, scale products of integers, and store the results."""
-    for c, (of_rows, shifts_of_rows) in enumerate(zip(totals, shifts, strict=True)):
-        bias = load(b, few.bias, FLOAT32, 4 * c)
-        for r, (total, shift) in enumerate(zip(of_rows, shifts_of_rows, strict=True)):
-            lanes, shift = b.load(total), b.load(shift)
-            y = vectors.reduced(b, b.fadd(*_same_lanes(b, lanes, shift)), b.fadd)
-            if of_integers:
-                scale, added = (load(b, few.grids, FLOAT32, 8 * r + 4 * k) for k in (0, 1))
-                y = b.fmul(b.fadd(y, b.fmul(added, load(b, few.ones, FLOAT32, 4 * c))), scale)
-            y = b.fadd(y, bias)
-            vectors.store(b, y, b.add(b.add(few.out, b.mul(few.out_bytes, number(r))), number(4 * c)))
-
-
-def _same_lanes(b: Any, lanes: Any, shift: Any) -> tuple[Any, Any]:
-    """Two vectors with as many lanes as the first; halves of the second are added up."""
-    if lanes.type.count == shift.type.count:
-        return lanes, shift
-    order = ir.VectorType(INT32, lanes.type.count)
-    halves = (ir.Constant(order, [first + k for k in range(order.count)]) for first in (0, order.count))
-    return lanes, b.fadd(*(b.shuffle_vector(shift, shift, half) for half in halves))
+def _store_results(b: Any, few: Any, totals: Any, of_integers: bool) -> None:
+    """Add up the lanes of each total, scale products of integers, and store the results."""
+    columns = ir.VectorType(FLOAT32, len(totals))
+    bias = load(b, few.bias, columns)
+    for r in range(len(totals[0])):
+        y = vectors.sums_of(b, [b.load(of_rows[r]) for of_rows in totals])
+        if of_integers:
+            scale, added = (splat(b, load(b, few.grids, FLOAT32, 8 * r + 4 * k), columns.count) for k in (0, 1))
+            y = b.fmul(b.fadd(y, b.fmul(added, load(b, few.ones, columns))), scale)
+        vectors.store(b, b.fadd(y, bias), b.add(few.out, b.mul(few.out_bytes, number(r))))
 
 
 def _floats_like(kind: Any) -> Any:
@@ -274,6 +283,15 @@ def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any]
     return [[splat(b, load(b, b.add(line, distance), FLOAT32), lanes) for distance in distances] for line in lines]
 
 
+def _end_span(b: Any, sums: Any, scales: Sequence[Sequence[Any]], totals: Any) -> None:
+    """Add the sums of a span times their scales to the totals."""
+    for of_column, of_rows, factors in zip(totals, sums, scales, strict=True):
+        for total, of_halves in zip(of_column, of_rows, strict=True):
+            for scale, part in zip(factors, of_halves, strict=True):
+                value = b.load(part)
+                _add(b, total, value if value.type == scale.type else b.sitofp(value, scale.type), scale)
+
+
 def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
     """Subtract sums of the input times offsets, 16 at a time, and fetch later offsets and scales as `_add_chunk` does.
 
@@ -282,31 +300,38 @@ def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Seque
     ahead = b.mul(few.scales, number(4 * _TILES_AHEAD * len(lines)))
     steps = b.udiv(b.add(few.scales, number(LANES - 1)), number(LANES))
     x_bytes = b.mul(steps, number(4 * LANES))
-    lanes = ir.Constant(INTS, list(range(LANES)))
+    kind = totals[0][0].type.pointee
+    numbers, size = ir.Constant(ir.VectorType(INT32, kind.count), list(range(kind.count))), 4 * kind.count
     with cgutils.for_range(b, steps, intp=INT64) as step:
         first = b.mul(step.index, number(4 * LANES))
         left = b.trunc(b.sub(few.scales, b.mul(step.index, number(LANES))), INT32)
-        is_offset = b.icmp_signed("<", lanes, splat(b, left))
         for line in (*lines, *scale_lines):
             vectors.prefetch(b, b.add(b.add(line, first), ahead), level=2)
-        offsets = [vectors.load_some(b, b.add(line, first), is_offset) for line in lines]
-        for r in range(len(totals[0])):
-            x = b.fneg(load(b, b.add(b.add(few.x_sums, b.mul(x_bytes, number(r))), first), FLOATS))
-            for offset, of_rows in zip(offsets, totals, strict=True):
-                _add(b, of_rows[r], x, offset)
+        for k in range(LANES // kind.count):
+            place = b.add(first, number(size * k))
+            is_offset = b.icmp_signed(
+                "<", numbers, splat(b, b.sub(left, ir.Constant(INT32, kind.count * k)), kind.count)
+            )
+            offsets = [vectors.load_some(b, b.add(line, place), is_offset) for line in lines]
+            for r in range(len(totals[0])):
+                x = b.fneg(load(b, b.add(b.add(few.x_sums, b.mul(x_bytes, number(r))), place), kind))
+                for offset, of_rows in zip(offsets, totals, strict=True):
+                    _add(b, of_rows[r], x, offset)
 
 
-MANY_ROWS, MANY_COLUMNS, SOME_COLUMNS = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 2, 1)
-"""Sizes of large tiles: rows of the input; rows of the weight with one row of the input; and with `MANY_ROWS`."""
+SIZES = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 2, 1)
+"""Sizes of tiles of floats: rows of the input; rows of the weight with one row of the input; and with so many."""
+INTEGER_SIZES = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 4, 2)
+"""Sizes of tiles of integers."""
 CHUNKS = tuple(kind(signed) for kind in (_Chunk8, _Chunk4) for signed in (True, False))
 INTEGER_CHUNKS = tuple(kind(signed) for kind in (_Integers8, _Integers4) for signed in (True, False))
 """Chunks by kind of the weight: 8 bits signed, 8 unsigned, 4 signed, 4 unsigned."""
 
 
-def tiles(chunk: Any) -> tuple[Any, ...]:
+def tiles(chunk: Any, many_rows: int, many_columns: int, some_columns: int) -> tuple[Any, ...]:
     """Tiles of a kind of chunk: one by one, one row by many columns, and many rows by some columns."""
-    sizes = ((1, 1), (1, MANY_COLUMNS), (MANY_ROWS, SOME_COLUMNS))
-    return tuple(on_addresses(_tile(chunk, *size)) for size in sizes)
+    sizes = ((1, 1), (1, many_columns), (many_rows, some_columns))
+    return tuple(on_addresses(_tiles(chunk, *size)) for size in sizes)
 
 
 def _conversion(signed: bool, shift: int, mask: int) -> Any:

@@ -7,7 +7,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import CHUNK, MANY_COLUMNS, MANY_ROWS, SOME_COLUMNS, FewRows
+from fxq.backends.loops.code.few_rows_code import CHUNK, INTEGER_SIZES, SIZES, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
@@ -17,6 +17,8 @@ MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
+_GROUP_BYTES = 1 << 14
+"""Bytes of the weight that several rows of the input read in turn, from the first-level cache."""
 UNPACKED = 16
 """UNPACKED + bits is the kind of weights packed with another width. Rows are unpacked to uint8 where they are read."""
 
@@ -37,14 +39,14 @@ def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     return helper(tile, name)
 
 
-def _tiles(names, chunks):
+def _tiles(names, chunks, sizes):
     """Loop functions of three sizes of tiles."""
-    of_sizes = zip(*map(code.tiles, chunks), strict=True)
+    of_sizes = zip(*(code.tiles(chunk, *sizes) for chunk in chunks), strict=True)
     return [_by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
 
 
-_one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS)
-_one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.INTEGER_CHUNKS)
+_one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS, SIZES)
+_one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.INTEGER_CHUNKS, INTEGER_SIZES)
 
 
 @helper
@@ -133,8 +135,8 @@ def _sum_integers(x, columns, block, factor, flip, out):
 
 
 @helper
-def _run_tile(kind, few, many_rows, many_columns, of_integers):
-    """Compute the results of one tile."""
+def _run_tiles(kind, few, many_rows, many_columns, of_integers):
+    """Compute the results of some tiles."""
     if of_integers:
         if many_rows:
             _rows_int(kind, few)
@@ -162,25 +164,30 @@ def _compute(
     """
     # `base` is the address of row 0 of the weight as tiles read it, or where it would be before the unpacked rows
     chunks, column, base = (row_bytes + CHUNK - 1) // CHUNK, first, weight
-    unpacked = np.empty((MANY_COLUMNS, row_bytes) if bits else (1, 1), np.uint8)
+    many_rows, many_columns, some_columns = INTEGER_SIZES if grids != 0 else SIZES
+    group = end - first if rows == 1 and bits == 0 else max(_GROUP_BYTES // row_bytes, many_columns)
+    unpacked = np.empty((group, row_bytes) if bits else (1, 1), np.uint8)
     while column < end:
-        count = MANY_COLUMNS if end - column >= MANY_COLUMNS else 1
+        count = min(group, end - column)
+        count -= count % many_columns if count > many_columns else 0
         if bits:
             base = unpacked.ctypes.data - row_bytes * column
             for c in range(column, column + count):
                 unpack_row(bits, weight + stored_bytes * c, row_bytes, base + row_bytes * c)
         r = 0
         while r < rows:
-            is_many = rows - r >= MANY_ROWS and count > 1
-            for c in range(column, column + count, SOME_COLUMNS if is_many else count):
-                few = FewRows(
-                    x + x_bytes * r, x_sums + 4 * sums * r,
-                    base + row_bytes * c, row_bytes, chunks, span, places,
-                    scale + 4 * scales * c, scales, offset + 4 * scales * c,
-                    bias + 4 * c, out + 4 * (outputs * r + c), 4 * outputs, grids + 8 * r, ones + 4 * c,
-                )  # fmt: skip
-                _run_tile(kind, few, is_many, count > 1, grids != 0)
-            r += MANY_ROWS if is_many else 1
+            has_many = count >= many_columns
+            is_many = rows - r >= many_rows and has_many
+            tiles = count // (some_columns if is_many else many_columns if has_many else 1)
+            few = FewRows(
+                x + x_bytes * r, x_sums + 4 * sums * r if x_sums else 0,
+                base + row_bytes * column, row_bytes, chunks, span, places,
+                scale + 4 * scales * column, scales, offset + 4 * scales * column,
+                bias + 4 * column, out + 4 * (outputs * r + column), 4 * outputs, grids + 8 * r, ones + 4 * column,
+                tiles,
+            )  # fmt: skip
+            _run_tiles(kind, few, is_many, has_many, grids != 0)
+            r += many_rows if is_many else 1
         column += count
     unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used
 
@@ -204,9 +211,10 @@ def multiply(
             _arrange8(x[r], columns, arranged[r])
         if zero != 0:
             _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
+    sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
-        arranged.ctypes.data, 4 * size, x_sums.ctypes.data, sums, 0, 0, weight, stored_bytes, bits, scale, offset,
-        bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
+        arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale, offset, bias, places,
+        out, kind, rows, outputs, row_bytes, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
 
@@ -236,9 +244,10 @@ def multiply_integers(
             _sum_integers(x[r], columns, block, zero, flip, x_sums[r])
         grids[r, 0] = scales_of_x[r * grid_steps[0]]
         grids[r, 1] = _f(flip) - zeros_of_x[r * grid_steps[1]]
+    sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
-        arranged.ctypes.data, size, x_sums.ctypes.data, sums, grids.ctypes.data, ones, weight, stored_bytes, bits,
-        scale, offset, bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
+        arranged.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes, bits, scale, offset,
+        bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
 

@@ -94,6 +94,16 @@ def add_pairs(b: Any, x: Any, weight: Any) -> Any:
     return b.add(even, odd)
 
 
+def small_sums(b: Any, unsigned: Any, signed: Any) -> Any:
+    """Sums of the products of four integers of 8 bits, int32 (8,), on x86: exact if no unsigned one is above 127.
+
+    The sums of two products have 16 bits, in which those of larger integers would saturate.
+    """
+    pairs, sums = ir.VectorType(INT16, 16), ir.VectorType(INT32, 8)
+    sums_of_two = vectors.call_intrinsic(b, "llvm.x86.avx2.pmadd.ub.sw", pairs, [unsigned, signed])
+    return vectors.call_intrinsic(b, "llvm.x86.avx2.pmadd.wd", sums, [sums_of_two, ir.Constant(pairs, [1] * 16)])
+
+
 def side_by_side(b: Any, integers: Sequence[Any], signed: bool) -> Any:
     """Integers of two vectors of 16, of 8 bits, in turns, as int16 for `add_pairs`."""
     (first, second), widen, half = integers, b.sext if signed else b.zext, LANES // 2

@@ -58,10 +58,11 @@ def call_intrinsic(b: Any, name: str, result: Any, values: Sequence[Any]) -> Any
 
 
 def load_some(b: Any, address: Any, is_read: Any) -> Any:
-    """Load those of 16 floats at an address whose lanes are true in `is_read`; the others are 0, and are not read."""
-    place = b.inttoptr(address, FLOATS.as_pointer())
-    values = [place, ir.Constant(INT32, 4), is_read, ir.Constant(FLOATS, None)]
-    return call_intrinsic(b, "llvm.masked.load.v16f32.p0v16f32", FLOATS, values)
+    """Load those floats at an address whose lanes are true in `is_read`; the others are 0, and are not read."""
+    lanes = is_read.type.count
+    kind = ir.VectorType(FLOAT32, lanes)
+    values = [b.inttoptr(address, kind.as_pointer()), ir.Constant(INT32, 4), is_read, ir.Constant(kind, None)]
+    return call_intrinsic(b, f"llvm.masked.load.v{lanes}f32.p0v{lanes}f32", kind, values)
 
 
 def prefetch(b: Any, address: Any, level: int = 1) -> None:
@@ -115,12 +116,38 @@ def rounded(b: Any, x: Any) -> Any:
 
 def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Combine all lanes into one number: `join` combines halves until one lane is left."""
-    lanes = x.type.count
-    while lanes > 1:
-        lanes //= 2
-        order = ir.VectorType(INT32, lanes)
-        x = join(*(b.shuffle_vector(x, x, ir.Constant(order, [k + half for k in range(lanes)])) for half in (0, lanes)))
+    while x.type.count > 1:
+        x = halves_joined(b, x, join)
     return b.extract_element(x, ir.Constant(INT32, 0))
+
+
+def halves_joined(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """Combine the first half of the lanes with the second one by `join`."""
+    lanes = x.type.count // 2
+    order = ir.VectorType(INT32, lanes)
+    return join(*(b.shuffle_vector(x, x, ir.Constant(order, [k + half for k in range(lanes)])) for half in (0, lanes)))
+
+
+def sums_of(b: Any, of_floats: Sequence[Any]) -> Any:
+    """Sums of the lanes of each of some vectors of floats, as one vector. Their number is a power of two."""
+    lanes = size = of_floats[0].type.count
+    left = list(of_floats)
+    while len(left) > 1:  # of two vectors, halves of runs of `size` lanes become runs of one
+        size //= 2
+        firsts = [k for k in range(2 * lanes) if k % (2 * size) < size]
+        left = [
+            b.fadd(*(_lanes(b, x, y, [k + half for k in firsts]) for half in (0, size)))
+            for x, y in zip(left[::2], left[1::2], strict=True)
+        ]
+    total = left[0]
+    for distance in (size >> k for k in range(1, size.bit_length())):
+        total = b.fadd(total, _lanes(b, total, total, [k ^ distance for k in range(lanes)]))
+    return _lanes(b, total, total, range(0, lanes, size))
+
+
+def _lanes(b: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
+    """Vector of lanes of two vectors: those of the second are numbered after those of the first."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 
 
 def bounds(b: Any, numbers: Any, lanes: int = LANES) -> list[Any]:
