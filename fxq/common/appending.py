@@ -51,8 +51,11 @@ class _Reserved:
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
         return fits and not rest and bool(first + past.shape[self.dim] == self.used)
 
-    def continued(self, past: Tensor, new: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-        """Write `new` after `past`, which is locked. Returns both; None if `past` is not the latest, or has no room.
+    def claimed(self, past: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor | None:
+        """Claim `count` entries after `past`, for a caller that holds the lock.
+
+        Returns:
+            `past` and these entries, which are not written yet; None if `past` is not the latest, or has no room.
 
         Raises:
             StateError: a caller has written into the memory, and several results are in it.
@@ -64,14 +67,11 @@ class _Reserved:
                     "later calls, which the write has changed, too: write to a copy, state = state.clone()."
                 )
             return None
-        length, count = past.shape[self.dim], new.shape[self.dim]
         if self.used + count > self.capacity or not self.is_latest(past, sizes):
             return None
-        whole = (*sizes[: self.dim], length + count, *sizes[self.dim :])
-        result = past.as_strided(whole, self.strides, past.storage_offset())
-        result.narrow(self.dim, length, count).copy_(new)
-        self.used, self.version, self.is_shared = self.used + count, result._version, True
-        return result
+        whole = (*sizes[: self.dim], past.shape[self.dim] + count, *sizes[self.dim :])
+        self.used, self.is_shared = self.used + count, True
+        return past.as_strided(whole, self.strides, past.storage_offset())
 
 
 def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
@@ -93,25 +93,65 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
     if torch.compiler.is_compiling() or _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return torch.cat([past, new], dim)
     axis = dim % max(past.dim(), 1)
-    sizes = _without(past, axis)
-    if not _may_share(past, new) or sizes != _without(new, axis) or not (past.numel() and new.numel()):
+    may_share = _may_share(past, new) and _without(past, axis) == _without(new, axis)
+    if not may_share or not (past.numel() and new.numel()):
         return _concatenated(past, new, axis)
-    storage = past.untyped_storage()
+    result = _in_reserved(past, new.shape[axis], axis, new)
+    return _concatenated(past, new, axis) if result is None else result
+
+
+def extended(past: Tensor, count: int, dim: int) -> Tensor:
+    """Return `past` and `count` entries along `dim` that the caller has to write at once, without counting the write.
+
+    It is what `appended` returns but for the new entries, whose values are arbitrary.
+
+    Args:
+        past: plain tensor with at least one value.
+        count: number of new entries, at least one.
+        dim: axis of the entries, not negative.
+
+    Raises:
+        StateError: `past` shares memory with other results, and was written to, or one of them.
+    """
+    result = None if torch.is_grad_enabled() else _in_reserved(past, count, dim)
+    if result is not None:
+        return result
+    length = past.shape[dim]
+    with torch.inference_mode(False), torch.no_grad():
+        result = past.new_empty((*past.shape[:dim], length + count, *past.shape[dim + 1 :]))
+        result.narrow(dim, 0, length).copy_(past)
+    return _marked(result, dim)
+
+
+def _in_reserved(past: Tensor, count: int, axis: int, new: Tensor | None = None) -> Tensor | None:
+    """Return `past` and `count` more entries in memory that is or becomes reserved for them; None for other tensors.
+
+    Args:
+        past: tensor with at least one value.
+        count: number of new entries.
+        axis: axis of the entries.
+        new: their values; None: they are not written.
+    """
+    storage, sizes, length = past.untyped_storage(), _without(past, axis), past.shape[axis]
     reserved: _Reserved | None = getattr(storage, _ATTRIBUTE, None)
     if reserved is None or reserved.dim != axis or reserved.address != storage.data_ptr():
-        return _concatenated(past, new, axis)
+        return None
     with reserved.lock:
-        result = reserved.continued(past, new, sizes)
+        result = reserved.claimed(past, count, sizes)
+        if result is not None and new is not None:
+            result.narrow(axis, length, count).copy_(new)
+            reserved.version = result._version
     if result is not None:
         return result
     if not reserved.is_latest(past, sizes):
-        return _concatenated(past, new, axis)
-    length = past.shape[axis] + new.shape[axis]
-    room = max(length // 2, MIN_RESERVED)
+        return None
+    room = max((length + count) // 2, MIN_RESERVED)
     with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes
-        memory = past.new_empty((*past.shape[:axis], length + room, *past.shape[axis + 1 :]))
-    result = memory.narrow(axis, 0, length)
-    torch.cat([past, new], axis, out=result)
+        memory = past.new_empty((*past.shape[:axis], length + count + room, *past.shape[axis + 1 :]))
+    result = memory.narrow(axis, 0, length + count)
+    result.narrow(axis, 0, length).copy_(past)
+    if new is not None:
+        result.narrow(axis, length, count).copy_(new)
     return _marked(result, axis, memory)
 
 

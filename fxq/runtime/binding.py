@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -284,11 +285,13 @@ class Binder(Runner):
     def __init__(self, gm: fx.GraphModule, batch: Batch, open_inputs: frozenset[str] = frozenset()) -> None:
         super().__init__(gm, batch)
         self.fixed = {node for node in self.values if str(node.target) not in open_inputs}
-        self.names = {node: str(node.target) for node in self.values}
+        self._inputs = list(self.values)
+        self.names = {node: str(node.target) for node in self._inputs}
         self.constants: dict[str, Any] = {}
         self.lines: list[BoundLine] = []
         self.watch = ModuleWatch()
         self._constant_names: dict[int, str] = {}
+        self._numbers = count()  # of constants
         self._prefix = "_"
         while any(name.startswith(self._prefix) for name in self.names.values()):  # the user's names
             self._prefix += "_"
@@ -296,11 +299,14 @@ class Binder(Runner):
     def bound(self) -> tuple[Any, BoundForward]:
         """Run the graph. Returns its outputs and the function."""
         self._watch_members()
-        inputs = list(self.names)
         value = self.run()
-        parameters = [f"{n.target}={self._text(n.args[0])}" if n.args else str(n.target) for n in inputs]
+        return value, self.written()
+
+    def written(self) -> BoundForward:
+        """Function with the code of `body`, once the graph has run."""
+        parameters = [f"{n.target}={self._text(n.args[0])}" if n.args else str(n.target) for n in self._inputs]
         source = f"def forward({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.body())
-        return value, BoundForward(function_of(source, "forward", self.constants), source, self.watch)
+        return BoundForward(function_of(source, "forward", dict(self.constants)), source, self.watch)
 
     def body(self) -> list[str]:
         """Code of all lines, with a `del` after the last reader of a value."""
@@ -389,9 +395,14 @@ class Binder(Runner):
         """Name by which the function refers to an object."""
         name = self._constant_names.get(id(value))
         if name is None:
-            name = self._constant_names[id(value)] = f"{self._prefix}c{len(self._constant_names)}"
+            name = self._constant_names[id(value)] = f"{self._prefix}c{next(self._numbers)}"
             self.constants[name] = value
         return name
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Remove constants that no line refers to any more."""
+        for name in names:
+            del self._constant_names[id(self.constants.pop(name))]
 
     def _watch_members(self) -> None:
         """Watch all modules that contain a module or attribute of the graph, so that replaced members are noticed."""

@@ -2,7 +2,8 @@
 
 A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the index of a base address, and the
 distance from it in bytes. Base 0 is the address 0, so that its offsets are addresses. Base 1 is the workspace; inputs
-and outputs follow. Sizes and strides count float32 values.
+and outputs follow, and then what differs from call to call: the address and strides of masks, and the address, length
+and strides of states. Sizes and strides count float32 values, those of masks bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from fxq.backends.loops.code.token_code import key_products
 from fxq.backends.loops.code.vectors import LANES
 
 _f = np.float32
-LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION, ROUNDED_LINEAR = range(10)
+LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION, ROUNDED_LINEAR, APPEND, ATTEND = range(12)
 """Codes of steps."""
+VARYING = 5
+"""Integers that describe a state (samples, heads, length, depth): its address, its length, and the strides of the first
+three axes; or a mask: its address and four strides."""
 
 
 class TokenField(IntEnum):
@@ -39,7 +43,11 @@ class TokenField(IntEnum):
     OUT_STRIDES = 10  # of the three axes
     X_STRIDES = 13  # of the three axes; 0 where the operand is repeated
     Y_STRIDES = 16
-    ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`
+    ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`; of APPEND and ATTEND: depth
+    STATE = 16  # of APPEND and ATTEND: index among the bases of the first integer of a state, see `VARYING`
+    VALUES = 17  # of ATTEND: likewise, of the state with the values; `STATE` has the keys
+    MASK = 18  # of ATTEND: likewise, of the mask; 0: none
+    FACTOR = 20  # of ATTEND: address of the factor of the products, float32
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
@@ -158,20 +166,6 @@ def _pointwise(step, bases):
                 _transform(code, a, target, count)
 
 
-@compiled("i64* i i64*")
-def run(steps, count, bases):
-    """Run steps, int64 (count, MAX_FIELDS), on the base addresses `bases`."""
-    steps = carray(steps, (count, MAX_FIELDS))
-    for k in range(count):
-        step = steps[k]
-        if step[0] == LINEAR:
-            _linear(step, bases)
-        elif step[0] == ROUNDED_LINEAR:
-            _rounded_linear(step, bases)
-        else:
-            _pointwise(step, bases)
-
-
 @helper
 def _hide(scores, mask, stride, keys):
     """Set the scores of keys to minus infinity if their byte of the mask is 0."""
@@ -182,6 +176,35 @@ def _hide(scores, mask, stride, keys):
 
 ATTEND_FIELDS = 23
 """Number of integers that describe an attention, see `attend`."""
+
+
+@helper
+def _attend_heads(first, end, fields):
+    """Compute some heads of an attention, see `attend`. The heads of all samples are numbered in order."""
+    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
+    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    scale = carray(floats(fields[22]), 1)[0]
+    padded = (keys + LANES - 1) // LANES * LANES
+    scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
+    for head in range(first, end):
+        n, h = head // heads, head % heads
+        k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
+        for i in range(queries):
+            q = carray(floats(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2])), depth)
+            for j in range(depth):
+                scaled[j] = q[j] * scale
+            key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
+            if mask:
+                _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
+            scores[keys:] = -np.inf
+            exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
+            factor = _f(0) if total[0] == 0 else _f(1) / total[0]
+            for j in range(keys):
+                scores[j] *= factor
+            target = out + 4 * depth * ((n * heads + h) * queries + i)
+            for j in range(0, depth, TILE_COLUMNS):
+                one_row(scores.ctypes.data, 0, v + 4 * j, 4 * strides[8], keys, target + 4 * j, 0)
+    scores[0] = scaled[0] + total[0]  # keeps the arrays alive until here, as only their addresses are used
 
 
 @compiled("i64* i i64*")
@@ -202,28 +225,58 @@ def attend(parts, count, fields):
             * address of the factor of the products, float32.
     """
     parts, fields = carray(parts, (count, 2)), carray(fields, ATTEND_FIELDS)
-    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
-    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
-    scale = carray(floats(fields[22]), 1)[0]
-    padded = (keys + LANES - 1) // LANES * LANES
-    scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
     for p in range(count):
-        for head in range(parts[p, 0], parts[p, 1]):
-            n, h = head // heads, head % heads
-            k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
-            for i in range(queries):
-                q = carray(floats(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2])), depth)
-                for j in range(depth):
-                    scaled[j] = q[j] * scale
-                key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
-                if mask:
-                    _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
-                scores[keys:] = -np.inf
-                exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
-                factor = _f(0) if total[0] == 0 else _f(1) / total[0]
-                for j in range(keys):
-                    scores[j] *= factor
-                target = out + 4 * depth * ((n * heads + h) * queries + i)
-                for j in range(0, depth, TILE_COLUMNS):
-                    one_row(scores.ctypes.data, 0, v + 4 * j, 4 * strides[8], keys, target + 4 * j, 0)
-    scores[0] = scaled[0] + total[0]  # keeps the arrays alive until here, as only their addresses are used
+        _attend_heads(parts[p, 0], parts[p, 1], fields)
+
+
+@helper
+def _attend_step(step, bases):
+    """Compute the heads of an attention from `COLUMNS` on, for queries (samples, heads, queries, depth)."""
+    fields, sizes = np.empty(ATTEND_FIELDS, np.int64), TokenField.SIZES
+    key, value, mask = step[TokenField.STATE], step[TokenField.VALUES], step[TokenField.MASK]
+    fields[0], fields[4] = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.OUT)
+    fields[1], fields[2], fields[3] = bases[key], bases[value], bases[mask] if mask else 0
+    for k in range(3):
+        fields[5 + k] = step[TokenField.X_STRIDES + k]
+        fields[8 + k], fields[11 + k] = bases[key + 2 + k], bases[value + 2 + k]
+    for k in range(4):
+        fields[14 + k] = bases[mask + 1 + k] if mask else 0
+    fields[18], fields[19], fields[20] = step[sizes + 1], step[sizes + 2], bases[key + 1]
+    fields[21], fields[22] = step[TokenField.ARGUMENT], step[TokenField.FACTOR]
+    _attend_heads(step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], fields)
+
+
+@helper
+def _append(step, bases):
+    """Copy values (samples, heads, count, depth) to the end of a state."""
+    f, g, state, x = (
+        TokenField.SIZES,
+        TokenField.X_STRIDES,
+        step[TokenField.STATE],
+        address_of(bases, step, TokenField.X),
+    )
+    address, first = bases[state], bases[state + 1] - step[f + 2]
+    for n in range(step[f]):
+        for h in range(step[f + 1]):
+            for j in range(step[f + 2]):
+                entry = n * bases[state + 2] + h * bases[state + 3] + (first + j) * bases[state + 4]
+                source = x + 4 * (n * step[g] + h * step[g + 1] + j * step[g + 2])
+                _transform(COPY, source, address + 4 * entry, step[TokenField.ARGUMENT])
+
+
+@compiled("i64* i i64*")
+def run(steps, count, bases):
+    """Run steps, int64 (count, MAX_FIELDS), on the base addresses `bases`."""
+    steps = carray(steps, (count, MAX_FIELDS))
+    for k in range(count):
+        step = steps[k]
+        if step[0] == LINEAR:
+            _linear(step, bases)
+        elif step[0] == ROUNDED_LINEAR:
+            _rounded_linear(step, bases)
+        elif step[0] == APPEND:
+            _append(step, bases)
+        elif step[0] == ATTEND:
+            _attend_step(step, bases)
+        else:
+            _pointwise(step, bases)

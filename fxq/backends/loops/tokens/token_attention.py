@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.graph.query import options_of
 from fxq.ops.layers import scaled_dot_product_attention
 
-_MAX_QUERIES = 16
+MAX_QUERIES = 16
 """Maximum number of queries of a head for which the loop is faster than PyTorch's op."""
 _MIN_PART_BYTES = 1 << 15
 """Minimum number of bytes of keys and values that each thread reads."""
@@ -83,16 +82,40 @@ class TokenAttention:
         shape, of_keys = query.shape, key.shape
         if of_keys != value.shape or shape[:2] != of_keys[:2] or shape[3] != of_keys[3]:
             return False
-        is_small = 0 < shape[2] <= _MAX_QUERIES and of_keys[2] > 0 and shape[3] % self._columns == 0
+        is_small = 0 < shape[2] <= MAX_QUERIES and of_keys[2] > 0 and shape[3] % self._columns == 0
         in_order = query.stride(3) == key.stride(3) == value.stride(3) == 1
         return is_small and in_order and (mask is None or (type(mask) is Tensor and mask.dtype is torch.bool))
 
 
-def attention_for(node: fx.Node) -> Callable[..., Tensor] | None:
+class CacheAttention(NamedTuple):
+    """Attention whose options the loop supports.
+
+    Attributes:
+        query: node of the queries.
+        key: node of the keys.
+        value: node of the values.
+        mask: node of the mask; None: each query attends to all keys.
+        scale: factor of the products; None: 1 / sqrt(depth).
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: fx.Node | None
+    scale: float | None
+
+    def factor_for(self, depth: int) -> float:
+        """Factor of the products of queries and keys of this depth."""
+        return 1 / math.sqrt(depth) if self.scale is None else self.scale
+
+
+def cache_attention(node: fx.Node) -> CacheAttention | None:
     """Attention of a node whose options the loop supports; None for others."""
-    options, module = options_of(node), loops("token_loops")
+    options = options_of(node)
     plain = options["dropout_p"] == 0 and options["is_causal"] is False and options["enable_gqa"] is False
     scale = options["scale"]
-    if module is None or not plain or not isinstance(scale, (int, float, type(None))) or node.kwargs.get("attn_mask"):
+    if not plain or not isinstance(scale, (int, float, type(None))) or node.kwargs.get("attn_mask"):
         return None
-    return TokenAttention(module, scale)
+    reads: Any = node.args
+    query, key, value, mask = (*reads, None)[:4]
+    return CacheAttention(query, key, value, mask, scale) if isinstance(mask, (fx.Node, type(None))) else None

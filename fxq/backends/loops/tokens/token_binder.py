@@ -1,4 +1,4 @@
-"""`TokenBinder` binds a graph with states that grow, and runs its ops between two attentions as one `TokenProgram`."""
+"""`TokenBinder` binds a graph with states that grow, and runs its ops as `TokenProgram`s, of which each is one call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops
-from fxq.backends.loops.tokens.token_attention import attention_for
-from fxq.backends.loops.tokens.token_program import MAX_VALUES, TokenProduct, TokenProgramBuilder
+from fxq.backends.loops.tokens.token_attention import CacheAttention, TokenAttention, cache_attention
+from fxq.backends.loops.tokens.token_program import TokenProgram
+from fxq.backends.loops.tokens.token_program_builder import MAX_VALUES, TokenProduct, TokenProgramBuilder
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
 from fxq.backends.table.dynamic_layer import DynamicLayer
@@ -36,6 +37,9 @@ MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 MIN_ROUNDED_AGREEMENT_DB = 40.0
 """Minimum SQNR where inputs of layers are rounded: values on the middle between two integers may go to either."""
+MIN_JOINED_AGREEMENT_DB = 15.0
+"""Minimum SQNR of a program with attentions that rounds inputs of layers. All layers after a value that goes to the
+other integer differ; the programs between attentions, of which it consists, are compared each on their own before."""
 _ATTENTION = "scaled_dot_product_attention"
 _METADATA = ("shape", "device", "dtype", "ndim")
 _PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
@@ -66,22 +70,41 @@ def _bind(
     value, bound = binder.bound()
     if not binder.uses_loops:
         return value, bound
-    checked = function_of(bound.source, "forward", {**binder.constants, **binder.checks})
     try:
-        results = checked(*args, **kwargs)
+        difference = _difference(binder, bound, batch, value)
+        joined = None if difference else binder.joined()
+        if joined is not None:
+            difference = _difference(binder, joined, batch, value)
+            if binder.rounds or not difference:
+                return value, bound if difference else joined
     except OtherInputsError:  # gradients, for example
         return Binder(gm, batch, names).bound()
-    outputs = list(tensors(value))
-    whole = _Check(lambda: list(tensors(results)), ["an output"] * len(outputs), outputs, MIN_AGREEMENT_DB)
-    whole()
-    wrong = next((check for check in (*binder.checks.values(), whole) if check.difference), None)
-    if wrong is None:
+    if not difference:
         return value, bound
     warn(
-        f"the compiled programs for single tokens differ from the graph of this model: {wrong.difference}. They are "
+        f"the compiled programs for single tokens differ from the graph of this model: {difference}. They are "
         "not used, so tokens take longer. Please report the model."
     )
     return Binder(gm, batch, names).bound()
+
+
+def _difference(binder: TokenBinder, bound: BoundForward, batch: Batch, value: Any) -> str:
+    """Run a bound function and compare its outputs, and the results of its programs, with those of the graph.
+
+    Args:
+        binder: binder that has just written the function.
+        bound: the function.
+        batch: inputs of the call that the graph was run with.
+        value: outputs of the graph.
+
+    Returns:
+        Text about a difference; empty if there is none.
+    """
+    checked = function_of(bound.source, "forward", {**binder.constants, **binder.checks})
+    results, outputs = checked(*batch.args, **batch.kwargs), list(tensors(value))
+    whole = _Check(lambda: list(tensors(results)), ["an output"] * len(outputs), outputs, MIN_AGREEMENT_DB)
+    whole()
+    return next((check.difference for check in (*binder.checks.values(), whole) if check.difference), "")
 
 
 @dataclass
@@ -179,8 +202,12 @@ class TokenBinder(Binder):
         self.products: dict[fx.Node, TokenProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
         self.checks: dict[str, _Check] = {}  # of programs, by the name of their constant
+        self.joins = False  # whether attentions, and appending to their states, become part of programs
+        self.rounds = False  # whether a program rounds the inputs of layers
         self._results: dict[fx.Node, Tensor] = {}  # that a program may compute
-        self._repeated: dict[str, str] = {}  # names of the results of repetitions, by their code
+        self._repeated: dict[str, fx.Node] = {}  # first node of each repetition, by its code
+        self._first: dict[fx.Node, fx.Node] = {}  # first node that repeats what a node repeats
+        self._of_graph: list[BoundLine] = []  # lines without programs
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
         self._is_repeatable = True  # whether no call has side effects or draws random numbers
 
@@ -206,7 +233,9 @@ class TokenBinder(Binder):
             self.products[node] = product
         value = super().compute(node)
         self.kinds[node] = value_kind(value)
-        if isinstance(value, Tensor) and (value.numel() <= MAX_VALUES or is_op(node, _ATTENTION)):
+        if isinstance(value, Tensor) and (
+            value.numel() <= MAX_VALUES or is_op(node, _ATTENTION) or is_op(node, "append")
+        ):
             self._results[node] = value
         return value
 
@@ -240,9 +269,21 @@ class TokenBinder(Binder):
     def body(self) -> list[str]:
         """Code of all lines, those of programs included."""
         if self.uses_loops:
+            self._of_graph = self._of_graph or self.lines
+            self.lines, self.checks = self._of_graph, {}
             self.checked = {node for node in self.fixed if self._is_same(node, "tensor")}
             self.lines = self._without_unread(list(self._with_programs()))
         return super().body()
+
+    def joined(self) -> BoundForward | None:
+        """Function whose programs also append to states and attend to them; None if no attention becomes a step."""
+        self.joins = True
+        self._forget(self.checks)
+        joined = self.written()
+        attend = any(
+            isinstance(check.program, TokenProgram) and check.program.attends for check in self.checks.values()
+        )
+        return joined if attend else None
 
     def _without_unread(self, lines: list[BoundLine]) -> list[BoundLine]:
         """Lines without those that round the input of layers, if programs do it."""
@@ -300,7 +341,19 @@ class TokenBinder(Binder):
     def _builder(self) -> TokenProgramBuilder:
         module = loops("token_loops")
         assert module is not None  # checked by `body`
-        return TokenProgramBuilder(module, self._shape_of, self._resolved, self._constant_of, self.products.get)
+        attention = self._cache_attention if self.joins else None
+        return TokenProgramBuilder(
+            module, self._shape_of, self._resolved, self._constant_of, self.products.get, attention
+        )
+
+    def _cache_attention(self, node: fx.Node) -> CacheAttention | None:
+        """Attention that a step can compute, with the first of equal masks; None for other nodes."""
+        attention = cache_attention(node)
+        if attention is None or attention.mask is None:
+            return attention
+        kind, dtype = self.kinds[attention.mask][0], self.kinds[attention.mask][1]
+        is_bool = kind == "tensor" and dtype[1] == torch.bool
+        return attention._replace(mask=self._first.get(attention.mask, attention.mask)) if is_bool else None
 
     def _is_known(self, node: fx.Node, segment: _Segment) -> bool:
         """Whether a node computes a number or the like that is the same in all calls."""
@@ -338,15 +391,23 @@ class TokenBinder(Binder):
     def _closed(self, segment: _Segment) -> Iterator[BoundLine]:
         """The line of a program, or those of its ops if these are too few; then all that waited for it."""
         builder, nodes = segment.builder, segment.lines
-        outputs = [node for node in nodes if any(not self._is_covered(user, nodes) for user in node.users)]
+        outputs = [
+            node
+            for node in nodes
+            if node in builder.values and any(not self._is_covered(user, nodes) for user in node.users)
+        ]
         pays = builder.linear_count or builder.step_count >= _MIN_STEPS
-        program = builder.finish(outputs) if pays and outputs else None
-        reads, writes = (tuple(self.names[node] for node in group) for group in (builder.inputs, outputs))
+        results = [*outputs, *builder.states]
+        program = builder.finish(outputs) if pays and results else None
         if program is not None:
+            reads = tuple(self.names[node] for node in (*builder.inputs, *builder.pasts, *builder.masks))
+            writes = tuple(self.names[node] for node in results)
             rounds = any(node in self.products and self.products[node].grid for node in nodes)
-            name = self._checked(program, outputs, MIN_ROUNDED_AGREEMENT_DB if rounds else MIN_AGREEMENT_DB)
+            self.rounds = self.rounds or rounds
+            least = MIN_AGREEMENT_DB if not rounds else MIN_ROUNDED_AGREEMENT_DB
+            name = self._checked(program, results, MIN_JOINED_AGREEMENT_DB if rounds and program.attends else least)
             text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
-            yield BoundLine(outputs[-1], text, reads, writes)
+            yield BoundLine(results[-1], text, reads, writes)
         else:
             unchecked = [node for node in builder.inputs if node not in self.checked]
             shapes = tuple(torch.Size(self.kinds[node][1][0]) for node in unchecked)
@@ -354,7 +415,7 @@ class TokenBinder(Binder):
                 reads = tuple(self.names[node] for node in unchecked)
                 text = f"{self._constant(check_shapes)}({self._constant(shapes)}, {', '.join(reads)})"
                 yield BoundLine(unchecked[-1], text, reads)
-            yield from nodes.values()
+            yield from map(self._attending, nodes.values())
         yield from segment.waiting.values()
         self.checked.update(builder.inputs, nodes)
 
@@ -371,18 +432,19 @@ class TokenBinder(Binder):
         """
         node = line.node
         if is_op(node, "repeat"):
-            first = self._repeated.setdefault(line.text.partition(" = ")[2], line.writes[0])
+            first = self._repeated.setdefault(line.text.partition(" = ")[2], node)
             is_read_only = all(is_op(user, _ATTENTION) for user in node.users)
-            if first != line.writes[0] and is_read_only:
-                return BoundLine(node, f"{line.writes[0]} = {first}", (first,), line.writes)
+            if first is not node and is_read_only:
+                self._first[node] = first
+                return BoundLine(node, f"{line.writes[0]} = {self.names[first]}", (self.names[first],), line.writes)
         if not is_op(node, _ATTENTION):
             return line
-        attention = attention_for(node)
-        if attention is None:
+        attention, module = cache_attention(node), loops("token_loops")
+        if attention is None or module is None:
             return line
         reads: Any = node.args
         texts = [self._text(read) for read in reads]
-        name = self._checked(attention, [node])
+        name = self._checked(TokenAttention(module, attention.scale), [node])
         return BoundLine(node, f"{line.writes[0]} = {name}({', '.join(texts)})", line.reads, line.writes)
 
     def _checked(self, program: Any, nodes: Sequence[fx.Node], least: float = MIN_AGREEMENT_DB) -> str:

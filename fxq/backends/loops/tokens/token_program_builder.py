@@ -1,0 +1,426 @@
+"""`TokenProgramBuilder` turns nodes of a graph into the steps of a `TokenProgram`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttention
+from fxq.backends.loops.tokens.token_program import GROWING_AXIS, MaskForm, StateForm, TokenProgram, Varying
+from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
+from fxq.backends.plain.few_rows import FewRowsProduct, column_parts
+from fxq.graph.query import argument, op_of, options_of
+
+MAX_VALUES = 1 << 17
+"""Maximum number of values of a result in a program. Larger results do not stay in the second-level cache."""
+_BINARY = {"add": "ADD", "sub": "SUBTRACT", "mul": "MULTIPLY"}
+_UNARY = {"neg": "NEGATE", "rsqrt": "RSQRT"}
+_CONSTANTS, _WORKSPACE = 0, 1
+"""Numbers of base addresses; those of the inputs and outputs are next."""
+
+Place = tuple[int, int]
+
+
+class TokenProduct(NamedTuple):
+    """Linear layer of a program.
+
+    Attributes:
+        x: node of its input, float32.
+        product: product with its weight.
+        grid: how each row of the input is rounded to integers: arguments of `row_loops.quantize`; empty: not at all.
+        function: name of the activation function after it; empty: none.
+    """
+
+    x: Any
+    product: FewRowsProduct
+    grid: tuple[int, ...] = ()
+    function: str = ""
+
+
+@dataclass
+class _Step:
+    """Step of a program.
+
+    Attributes:
+        code: what it computes, such as `token_loops.ADD`.
+        out: where it writes; None: to a state.
+        operands: what it reads.
+        fields: further integers, by `token_loops.TokenField`.
+        parts: parts for a number of threads, see `TokenProgram`; None: it is not divided.
+        states: indices of its states.
+        mask: index of its mask, or None.
+    """
+
+    code: int
+    out: TokenValue | None
+    operands: Sequence[TokenValue]
+    fields: Mapping[int, int]
+    parts: Callable[[int], Sequence[tuple[int, int]]] | None = None
+    states: tuple[int, ...] = ()
+    mask: int | None = None
+
+
+class TokenProgramBuilder:
+    """Builder of a program: it turns nodes into steps. Their shapes are fixed, but for states and masks.
+
+    Args:
+        loops: the module `fxq.backends.loops.code.token_loops`.
+        shape_of: shape of a float32 node, which is the same in all calls; None for other nodes.
+        resolved: value of an option, with numbers in place of nodes; raises `KeyError` if a number can change.
+        constant: tensor of a node that is a weight; None for others.
+        product: linear layer with a weight in integers; None for other nodes.
+        attention: attention to a cache whose options a step supports; None for other nodes. Without it, steps neither
+            compute attentions nor append to states.
+
+    Attributes:
+        values: inputs of fixed shape, and results, by node.
+        inputs: nodes of the inputs of fixed shape.
+        pasts: nodes of the states that the program appends to.
+        states: index of each state, by the node that appends to it.
+        masks: nodes of the masks.
+        linear_count: number of linear layers.
+    """
+
+    def __init__(
+        self,
+        loops: ModuleType,
+        shape_of: Callable[[fx.Node], tuple[int, ...] | None],
+        resolved: Callable[[Any], Any],
+        constant: Callable[[fx.Node], Tensor | None],
+        product: Callable[[fx.Node], TokenProduct | None],
+        attention: Callable[[fx.Node], CacheAttention | None] | None = None,
+    ) -> None:
+        self.loops, self.shape_of, self.resolved = loops, shape_of, resolved
+        self.constant, self.product, self.attention = constant, product, attention
+        self.values: dict[fx.Node, TokenValue] = {}
+        self.inputs: list[fx.Node] = []
+        self.pasts: list[fx.Node] = []
+        self.states: dict[fx.Node, int] = {}
+        self.masks: list[fx.Node] = []
+        self.linear_count = 0
+        self._varying = Varying()
+        self._factors: list[Tensor] = []
+        self._inputs_at: dict[int, fx.Node] = {}
+        self._sizes: list[int] = []  # of the buffers
+        self._fixed: dict[int, Tensor] = {}  # constants, by buffer
+        self._steps: list[_Step] = []
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps so far. Views of values take none."""
+        return len(self._steps)
+
+    def add(self, node: fx.Node) -> bool:
+        """Add a node. Returns whether that is possible; if not, nothing has changed."""
+        shape, op = self.shape_of(node), op_of(node)
+        before = len(self.inputs), len(self._sizes), len(self._steps)
+        is_state = op is not None and op.name == "append"
+        if not is_state and (shape is None or math.prod(shape) > MAX_VALUES or 0 in shape):
+            return False
+        try:
+            if is_state:
+                is_added = self._append(node)
+            else:
+                value = self._linear(node, shape) if op is None else self._value(node, op.name, shape)
+                is_added = value is not None and value.shape == shape
+        except KeyError:
+            is_added = False
+        if not is_added:
+            self._undo(*before)
+        elif not is_state:
+            self.values[node] = value
+        return is_added
+
+    def _undo(self, inputs: int, buffers: int, steps: int) -> None:
+        for node in self.inputs[inputs:]:
+            del self.values[node]
+        del self.inputs[inputs:], self._steps[steps:], self._sizes[buffers:]
+        for table in (self._fixed, self._inputs_at):
+            for buffer in [buffer for buffer in table if buffer >= buffers]:
+                del table[buffer]
+
+    def _buffer(self, size: int) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def _new(self, shape: Sequence[int]) -> TokenValue:
+        return TokenValue.contiguous(self._buffer(math.prod(shape)), shape)
+
+    def _operand(self, read: Any) -> TokenValue | None:
+        """Value of an operand: an earlier one, an input, a weight or a number."""
+        if isinstance(read, fx.Node):
+            if read in self.values:
+                return self.values[read]
+            shape, fixed = self.shape_of(read), self.constant(read)
+            if fixed is not None:
+                return self._constant(fixed)
+            if shape is None or math.prod(shape) > MAX_VALUES or 0 in shape:
+                read = self.resolved(read)
+            else:
+                value = self.values[read] = self._new(shape)
+                self.inputs.append(read)
+                self._inputs_at[value.buffer] = read
+                return value
+        return self._constant(torch.tensor(float(read), device="cpu")) if type(read) in (int, float) else None
+
+    def _constant(self, tensor: Tensor) -> TokenValue | None:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.requires_grad:
+            return None
+        value = self._new(tensor.shape)
+        self._fixed[value.buffer] = tensor
+        return value
+
+    def _value(self, node: fx.Node, name: str, shape: tuple[int, ...]) -> TokenValue | None:
+        """Value of an op; None if no step computes it."""
+        options = {key: self.resolved(value) for key, value in options_of(node).items()}
+        if name == "cat":
+            return self._cat(node, options["dim"], shape)
+        if name == "scaled_dot_product_attention":
+            return self._attend(node, shape)
+        x = self._operand(argument(node, "x"))
+        if x is None:
+            return None
+        if name in ("reshape", "unsqueeze", "contiguous", "transpose", "permute", "getitem", "cast"):
+            return _view(name, x, options, shape)
+        if name in _BINARY:
+            y = self._operand(argument(node, "other"))
+            is_plain = options.get("alpha", 1) == 1 and len(shape) > 0
+            return self._step(_BINARY[name], shape, x, y) if y is not None and is_plain else None
+        if name == "pow" and options["exponent"] == 2:
+            return self._step("MULTIPLY", shape, x, x)
+        if name in _UNARY:
+            return self._step(_UNARY[name], shape, x)
+        if name in self.loops.FUNCTIONS_OF_X and options.get("approximate", "none") == "none" and x.is_contiguous:
+            flat = TokenValue(x.buffer, x.offset, (math.prod(shape),), (1,))
+            result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(name))
+            return None if result is None else result.reshaped(shape)
+        return self._mean(x, options, shape) if name == "mean" else None
+
+    def _mean(self, x: TokenValue, options: Mapping[str, Any], shape: tuple[int, ...]) -> TokenValue | None:
+        dim = options["dim"]
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        if dim not in (-1, len(x.shape) - 1) or not options["keepdim"]:
+            return None
+        out = self._new(shape)
+        axes = step_axes(x.shape, out, x)
+        if axes is None or axes[0][2] != x.shape[-1] or axes[1][1][2] != 1:
+            return None
+        self._add_step("MEAN", out, (x,), axes[0], [*axes[1], (0, 0, 0)])
+        return out
+
+    def _cat(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> TokenValue | None:
+        reads: Any = node.args[0]
+        parts, out, first = [self._operand(read) for read in reads], self._new(shape), 0
+        for part in parts:
+            if part is None:
+                return None
+            index: list[Any] = [slice(None)] * len(shape)
+            index[dim] = slice(first, first + part.shape[dim])
+            target = out.sliced(index)
+            if target is None or self._step("COPY", part.shape, part, out=target) is None:
+                return None
+            first += part.shape[dim]
+        return out
+
+    def _step(
+        self, code: str, shape: Sequence[int], *operands: TokenValue, out: TokenValue | None = None, argument: int = 0
+    ) -> TokenValue | None:
+        out = self._new(shape) if out is None else out
+        axes = step_axes(shape, out, *operands)
+        if axes is None:
+            return None
+        sizes, strides = axes
+        if len(operands) == 1 and sizes[2] > 1 and strides[1][2] != 1:
+            return None
+        self._add_step(code, out, operands, sizes, [*strides, *[(0, 0, 0)] * (3 - len(strides))], argument)
+        return out
+
+    def _add_step(
+        self, code: str, out: TokenValue, operands: Sequence[TokenValue], sizes: Any, strides: Any, argument: int = 0
+    ) -> None:
+        numbers = [*sizes, *(number for of in strides for number in of), argument]
+        self._steps.append(_Step(getattr(self.loops, code), out, operands, self._fields(SIZES=numbers)))
+
+    def _fields(self, **numbers: Sequence[int]) -> dict[int, int]:
+        """Fields of a step: numbers in order, from each named field on."""
+        of_names = self.loops.TokenField
+        return {of_names[name] + k: number for name, of in numbers.items() for k, number in enumerate(of)}
+
+    def _append(self, node: fx.Node) -> bool:
+        """Add a step that writes new entries (samples, heads, count, depth) to a state. Returns whether it can."""
+        if self.attention is None:
+            return False
+        past, x = argument(node, "past"), self._operand(argument(node, "new"))
+        is_long = x is not None and len(x.shape) == 4 and options_of(node)["dim"] in (GROWING_AXIS, GROWING_AXIS - 4)
+        if x is None or not is_long or not isinstance(past, fx.Node) or past in self.values or past in self.states:
+            return False
+        samples, heads, count, depth = x.shape
+        if depth > 1 and x.strides[3] != 1:
+            return False
+        self.states[node] = len(self.pasts)
+        self.pasts.append(past)
+        self._varying.states.append(StateForm(samples, heads, depth, count))
+        fields = self._fields(SIZES=(samples, heads, count), X_STRIDES=x.strides[:3], ARGUMENT=(depth,))
+        self._steps.append(_Step(self.loops.APPEND, None, (x,), fields, states=(self.states[node],)))
+        return True
+
+    def _attend(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
+        attention = None if self.attention is None else self.attention(node)
+        if attention is None or attention.key not in self.states or attention.value not in self.states:
+            return None
+        query, states = self._operand(attention.query), (self.states[attention.key], self.states[attention.value])
+        forms = [self._varying.states[state] for state in states]
+        if query is None or len(query.shape) != 4 or query.strides[3] != 1 or query.shape[2] > MAX_QUERIES:
+            return None
+        samples, heads, queries, depth = query.shape
+        sizes = samples, heads, depth
+        if any(form[:3] != sizes for form in forms) or depth % self.loops.TILE_COLUMNS:
+            return None
+        self._varying.must_be_equal(*states)
+        mask = (
+            None if attention.mask is None else self._mask(attention.mask, MaskForm(samples, heads, queries, states[0]))
+        )
+        self._factors.append(torch.tensor(attention.factor_for(depth), dtype=torch.float32, device="cpu"))
+        fields = self._fields(
+            SIZES=(samples, heads, queries), X_STRIDES=query.strides[:3], ARGUMENT=(depth,),
+            FACTOR=(self._factors[-1].data_ptr(),), COLUMNS=(0, samples * heads),
+        )  # fmt: skip
+        out = self._new(shape)
+        parts = partial(_head_parts, samples * heads)
+        self._steps.append(_Step(self.loops.ATTEND, out, (query,), fields, parts, states, mask))
+        return out
+
+    def _mask(self, node: fx.Node, form: MaskForm) -> int:
+        """Index of a mask of the program."""
+        for index, (known, known_form) in enumerate(zip(self.masks, self._varying.masks, strict=True)):
+            if known is node and known_form[:3] == form[:3]:
+                self._varying.must_be_equal(known_form.state, form.state)
+                return index
+        self.masks.append(node)
+        self._varying.masks.append(form)
+        return len(self.masks) - 1
+
+    def _linear(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
+        layer = self.product(node)
+        x = self._operand(layer.x) if layer is not None else None
+        if layer is None or x is None or not x.is_contiguous:
+            return None
+        out, code, rows = self._new(shape), self.loops.LINEAR, math.prod(x.shape[:-1])
+        fields = self._fields(WEIGHT=layer.product.fields(rows), COLUMNS=(0, shape[-1]))
+        if layer.grid:
+            code = self.loops.ROUNDED_LINEAR
+            fields |= self._fields(ONES=(layer.product.ones().data_ptr(),), GRID=layer.grid)
+        self._steps.append(_Step(code, out, (x,), fields, layer.product.parts))
+        self.linear_count += 1
+        if not layer.function:
+            return out
+        flat = TokenValue(out.buffer, 0, (math.prod(shape),), (1,))
+        result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(layer.function))
+        return None if result is None else result.reshaped(shape)
+
+    def finish(self, outputs: Sequence[fx.Node]) -> TokenProgram | None:
+        """Return the program that computes these values; None if no step can write one of them as a tensor."""
+        shapes: list[tuple[int, ...]] = []
+        of_buffer: dict[int, int] = {}  # number of the output that a buffer is
+        functions = {step.out.buffer for step in self._steps if step.out and step.code == self.loops.FUNCTION}
+        for node in outputs:
+            value = self.values[node]
+            is_own = value.is_contiguous and value.offset == 0 and math.prod(value.shape) == self._sizes[value.buffer]
+            taken = {*of_buffer, *self._fixed, *self._inputs_at, *functions}
+            if not is_own or value.buffer in taken:
+                copy = self._step("COPY", value.shape, value)
+                if copy is None:
+                    return None
+                value = copy
+            of_buffer[value.buffer] = len(shapes)
+            shapes.append(value.shape)
+        places, size = self._places(of_buffer)
+        rows = torch.zeros(len(self._steps), self.loops.MAX_FIELDS, dtype=torch.int64, device="cpu")
+        for row, step in zip(rows, self._steps, strict=True):
+            numbers = {self.loops.TokenField.CODE: step.code, **step.fields, **self._indices(step, len(shapes))}
+            for at, place in zip(("OUT", "X", "Y"), (step.out, *step.operands), strict=False):
+                numbers |= {} if place is None else self._fields(**{at: _located(places, place)})
+            row[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.int64)
+        inputs = [self.shape_of(node) for node in self.inputs]
+        parts = {k: step.parts for k, step in enumerate(self._steps) if step.parts is not None}
+        kept = [*self._fixed.values(), *self._factors]
+        return TokenProgram(self.loops, rows, inputs, self._varying, shapes, size, parts, kept)
+
+    def _indices(self, step: _Step, outputs: int) -> dict[int, int]:
+        """Where the integers of the states and of the mask of a step are among the bases."""
+        first, size, masks = 2 + len(self.inputs) + outputs, self.loops.VARYING, len(self.masks)
+        states = [first + size * (masks + state) for state in step.states]
+        return self._fields(STATE=states, MASK=() if step.mask is None else (first + size * step.mask,))
+
+    def _places(self, of_buffer: Mapping[int, int]) -> tuple[list[Place], int]:
+        """Base and offset of each buffer, and the bytes of the workspace."""
+        placed = {*of_buffer, *self._fixed, *self._inputs_at}
+        touched = [{v.buffer for v in (step.out, *step.operands) if v} - placed for step in self._steps]
+        offsets, size = _reused(self._sizes, touched)
+        places = list[Place]()
+        for buffer in range(len(self._sizes)):
+            if buffer in self._fixed:
+                places.append((_CONSTANTS, self._fixed[buffer].data_ptr()))
+            elif buffer in self._inputs_at:
+                places.append((2 + self.inputs.index(self._inputs_at[buffer]), 0))
+            elif buffer in of_buffer:
+                places.append((2 + len(self.inputs) + of_buffer[buffer], 0))
+            else:
+                places.append((_WORKSPACE, offsets.get(buffer, 0)))
+        return places, size
+
+
+def _reused(sizes: Sequence[int], touched: Sequence[set[int]]) -> tuple[dict[int, int], int]:
+    """Offset of each buffer in a workspace, and its bytes. A buffer takes memory that no later step needs.
+
+    Args:
+        sizes: number of values of each buffer.
+        touched: buffers that each step reads or writes.
+    """
+    last = {buffer: k for k, buffers in enumerate(touched) for buffer in buffers}
+    offsets, free, end = dict[int, int](), dict[int, list[int]](), 0
+    for k, buffers in enumerate(touched):
+        for buffer in sorted(buffers - offsets.keys()):
+            size = -(-4 * sizes[buffer] // 64) * 64  # whole vectors
+            if free.get(size):
+                offsets[buffer] = free[size].pop()
+            else:
+                offsets[buffer], end = end, end + size
+        for buffer in sorted(buffer for buffer in buffers if last[buffer] == k):
+            free.setdefault(-(-4 * sizes[buffer] // 64) * 64, []).append(offsets[buffer])
+    return offsets, end
+
+
+def _head_parts(heads: int, threads: int) -> list[tuple[int, int]]:
+    """Heads of an attention that each of some threads computes."""
+    return column_parts(heads, min(threads, heads), 1)
+
+
+def _located(places: Sequence[Place], value: TokenValue) -> Place:
+    base, offset = places[value.buffer]
+    return base, offset + 4 * value.offset
+
+
+def _view(name: str, x: TokenValue, options: Mapping[str, Any], shape: tuple[int, ...]) -> TokenValue | None:
+    """View that a layout op returns; None if the op has to move values."""
+    if name in ("reshape", "unsqueeze"):
+        return x.reshaped(shape)
+    if name == "transpose":
+        return x.transposed(options["dim0"], options["dim1"])
+    if name == "permute":
+        return x.permuted(options["dims"])
+    if name == "getitem":
+        index = options["index"]
+        return x.sliced(index if isinstance(index, tuple) else (index,))
+    if name == "cast":
+        return x if options["dtype"] == torch.float32 else None
+    return (
+        x if x.is_contiguous and options["memory_format"] in (torch.contiguous_format, torch.preserve_format) else None
+    )
