@@ -20,6 +20,9 @@ CHUNK = 32
 
 _TILES_AHEAD = 3
 """Distance of prefetches: a tile fetches into the second-level cache what is read this many tiles later."""
+_SHORT_ROW_BYTES, _BYTES_AHEAD = 2048, 8192
+"""Rows of the weight with fewer bytes are fetched in the order of memory, this distance ahead: a tile reads several of
+them in turn, an order that CPUs do not foresee within a page."""
 
 
 class FewRows(NamedTuple):
@@ -238,15 +241,17 @@ def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spa
 
 
 def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
-    """Add the products of a chunk of each row of the weight.
-
-    Rows of the weight that are needed `_TILES_AHEAD` tiles later are fetched into the second-level cache.
-    """
+    """Add the products of a chunk of each row of the weight, and fetch as much of later rows."""
     start = _smaller(b, b.mul(index, number(CHUNK)), b.sub(few.row_bytes, number(CHUNK)))
     addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(len(sums))]
     raw = [chunk.raw(b, address) for address in addresses]
-    for address in addresses:
-        vectors.prefetch(b, b.add(address, b.mul(few.row_bytes, number(_TILES_AHEAD * len(sums)))), level=2)
+    columns, is_short = len(sums), b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
+    ahead = b.select(is_short, number(_BYTES_AHEAD), b.mul(few.row_bytes, number(_TILES_AHEAD * columns)))
+    of_chunk, of_row = b.select(is_short, number(CHUNK * columns), number(CHUNK)), number(CHUNK)
+    later = b.add(b.add(few.weight, ahead), b.mul(index, of_chunk))
+    for c in range(columns):
+        row = b.mul(b.select(is_short, of_row, few.row_bytes), number(c))
+        vectors.prefetch(b, b.add(later, row), level=2)
     offset, vector_bytes = b.mul(index, number(chunk.size * chunk.values)), 4 * chunk.sums.count
     for k in range(chunk.size * chunk.values // vector_bytes):
         values = [load(b, b.add(x, offset), chunk.sums, vector_bytes * k) for x in inputs]
