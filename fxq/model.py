@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fxq.backends import cpu
 from fxq.backends.by_name import recipe_name
-from fxq.backends.loops.tokens.token_binder import growing_kinds
+from fxq.backends.loops.tokens.token_binding import growing_kinds
 from fxq.common.attributes import FloatAttributes
 from fxq.common.data import batches, check_finite
 from fxq.common.isolation import unshare, with_united_views

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fxq
-from fxq.common.appending import appended
+from fxq.common.appending import appended, extended
 
 
 @pytest.fixture(autouse=True)
@@ -246,3 +246,28 @@ def test_threads_that_continue_one_state() -> None:
         thread.join()
     for number, state in results.items():
         assert torch.equal(state, torch.cat([past, *(entries(100 * number + i) for i in range(50))], 2))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_extended_state_is_that_of_appended_once_written(grad: bool) -> None:
+    state, reference = entries(0, 5), entries(0, 5)
+    with torch.set_grad_enabled(grad):
+        for i in range(100):
+            new, before = entries(100 * i, 1 + i % 2), state
+            state = extended(state, new.shape[2], 2)
+            state.numpy()[:, :, -new.shape[2] :] = new.numpy()  # does not count as a write
+            reference = torch.cat([reference, new], 2)
+            assert torch.equal(state, reference) and torch.equal(before, reference[:, :, : before.shape[2]])
+    assert (memory_of(state) == memory_of(before)) != grad
+
+
+def test_extending_and_appending_in_turn() -> None:
+    state = extended(grown(40), 1, 2)
+    state.numpy()[:, :, -1:] = entries(7).numpy()
+    continued = appended(state, entries(8), 2)
+    assert memory_of(continued) == memory_of(state)
+    assert torch.equal(continued, torch.cat([grown(40), entries(7), entries(8)], 2))
+    other = extended(grown(40), 2, 2)
+    other.add_(1)  # a write of the user
+    with pytest.raises(fxq.FxqError, match="written to"):
+        extended(other, 1, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,12 @@ from torch import Tensor, fx
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.tokens.program_check import (
+    MIN_AGREEMENT_DB,
+    MIN_JOINED_AGREEMENT_DB,
+    MIN_ROUNDED_AGREEMENT_DB,
+    ProgramCheck,
+)
 from fxq.backends.loops.tokens.token_attention import CacheAttention, TokenAttention, cache_attention
 from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.backends.loops.tokens.token_program_builder import MAX_VALUES, TokenProduct, TokenProgramBuilder
@@ -20,139 +26,21 @@ from fxq.backends.plain.weight_only import WeightOnlyKernel, WeightOnlyLinear
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.dynamic_linear import DynamicLinear
 from fxq.common.data import Batch
-from fxq.common.metrics import sqnr, tensors
 from fxq.common.trees import mapped
-from fxq.errors import warn
 from fxq.graph.query import constant, is_op, op_of, submodule
-from fxq.graph.run import Runner
 from fxq.quant.stored_grids import PLAIN_TENSORS
 from fxq.runtime.binding import Binder, BoundForward, BoundLine
-from fxq.runtime.generated_code import function_of
-from fxq.runtime.growing import GrowingKinds, OtherInputsError
+from fxq.runtime.growing import OtherInputsError
 from fxq.runtime.stable_kinds import may_have_side_effects
 
 _MIN_STEPS = 5
 """Minimum number of steps of a program without a linear layer. A call takes as long as a few of PyTorch's."""
-MIN_AGREEMENT_DB = 80.0
-"""Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
-MIN_ROUNDED_AGREEMENT_DB = 40.0
-"""Minimum SQNR where inputs of layers are rounded: values on the middle between two integers may go to either."""
-MIN_JOINED_AGREEMENT_DB = 15.0
-"""Minimum SQNR of a program with attentions that rounds inputs of layers. All layers after a value that goes to the
-other integer differ; the programs between attentions, of which it consists, are compared each on their own before."""
 _ATTENTION = "scaled_dot_product_attention"
 _METADATA = ("shape", "device", "dtype", "ndim")
 _PLAIN = (int, bool, float, str, slice, torch.dtype, torch.device, type(None))
 
 RecordedKind = tuple[str, Any]
 """Kind of a value: ("tensor", (shape, dtype)), ("plain", value), or ("", None) for other types."""
-
-
-def growing_kinds() -> GrowingKinds:
-    """Return an empty cache of bindings for one graph with states that grow."""
-    return GrowingKinds(_record, _bind)
-
-
-def _record(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    recorder = _Recorder(gm, Batch(args, dict(kwargs)))
-    return recorder.run(), recorder.kinds
-
-
-def _bind(
-    gm: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    open_inputs: set[str],
-    earlier: Mapping[fx.Node, RecordedKind],
-) -> tuple[Any, BoundForward]:
-    batch, names = Batch(args, dict(kwargs)), frozenset(open_inputs)
-    binder = TokenBinder(gm, batch, names, earlier)
-    value, bound = binder.bound()
-    if not binder.uses_loops:
-        return value, bound
-    try:
-        difference = _difference(binder, bound, batch, value)
-        joined = None if difference else binder.joined()
-        if joined is not None:
-            difference = _difference(binder, joined, batch, value)
-            if binder.rounds or not difference:
-                return value, bound if difference else joined
-    except OtherInputsError:  # gradients, for example
-        return Binder(gm, batch, names).bound()
-    if not difference:
-        return value, bound
-    warn(
-        f"the compiled programs for single tokens differ from the graph of this model: {difference}. They are "
-        "not used, so tokens take longer. Please report the model."
-    )
-    return Binder(gm, batch, names).bound()
-
-
-def _difference(binder: TokenBinder, bound: BoundForward, batch: Batch, value: Any) -> str:
-    """Run a bound function and compare its outputs, and the results of its programs, with those of the graph.
-
-    Args:
-        binder: binder that has just written the function.
-        bound: the function.
-        batch: inputs of the call that the graph was run with.
-        value: outputs of the graph.
-
-    Returns:
-        Text about a difference; empty if there is none.
-    """
-    checked = function_of(bound.source, "forward", {**binder.constants, **binder.checks})
-    results, outputs = checked(*batch.args, **batch.kwargs), list(tensors(value))
-    whole = _Check(lambda: list(tensors(results)), ["an output"] * len(outputs), outputs, MIN_AGREEMENT_DB)
-    whole()
-    return next((check.difference for check in (*binder.checks.values(), whole) if check.difference), "")
-
-
-@dataclass
-class _Check:
-    """Program that compares its results with those of the graph, and returns those of the graph.
-
-    Each program of a call is thus run on the graph's own values. Otherwise a value that one program rounds to another
-    integer, which is no error, would change all values after it.
-
-    Attributes:
-        program: computes some values of the graph.
-        names: names of these values.
-        values: these values, as the graph computes them.
-        least: minimum SQNR of each.
-        difference: text about the last value that has less; empty if none has.
-    """
-
-    program: Callable[..., Any]
-    names: Sequence[str]
-    values: list[Tensor]
-    least: float
-    difference: str = ""
-
-    def __call__(self, *inputs: Any) -> Any:
-        results = self.program(*inputs)
-        is_list = isinstance(results, list)
-        for name, value, result in zip(self.names, self.values, results if is_list else [results], strict=True):
-            ratio = sqnr(value, result)
-            if not ratio >= self.least:  # NaN included
-                self.difference = f"{name}, {ratio:.1f} dB, at least {self.least:.0f} dB were expected"
-        return self.values if is_list else self.values[0]
-
-
-class _Recorder(Runner):
-    """Runner that records the kinds of the values of a graph.
-
-    Attributes:
-        kinds: kind of the value of each node.
-    """
-
-    def __init__(self, gm: fx.GraphModule, batch: Batch) -> None:
-        super().__init__(gm, batch)
-        self.kinds = {node: value_kind(value) for node, value in self.values.items()}
-
-    def compute(self, node: fx.Node) -> Any:
-        value = super().compute(node)
-        self.kinds[node] = value_kind(value)
-        return value
 
 
 def value_kind(value: Any) -> RecordedKind:
@@ -201,7 +89,7 @@ class TokenBinder(Binder):
         self.kinds = {node: value_kind(value) for node, value in self.values.items()}
         self.products: dict[fx.Node, TokenProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
-        self.checks: dict[str, _Check] = {}  # of programs, by the name of their constant
+        self.checks: dict[str, ProgramCheck] = {}  # of programs, by the name of their constant
         self.joins = False  # whether attentions, and appending to their states, become part of programs
         self.rounds = False  # whether a program rounds the inputs of layers
         self._results: dict[fx.Node, Tensor] = {}  # that a program may compute
@@ -233,9 +121,7 @@ class TokenBinder(Binder):
             self.products[node] = product
         value = super().compute(node)
         self.kinds[node] = value_kind(value)
-        if isinstance(value, Tensor) and (
-            value.numel() <= MAX_VALUES or is_op(node, _ATTENTION) or is_op(node, "append")
-        ):
+        if isinstance(value, Tensor) and (value.numel() <= MAX_VALUES or is_op(node, _ATTENTION, "append")):
             self._results[node] = value
         return value
 
@@ -404,8 +290,8 @@ class TokenBinder(Binder):
             writes = tuple(self.names[node] for node in results)
             rounds = any(node in self.products and self.products[node].grid for node in nodes)
             self.rounds = self.rounds or rounds
-            least = MIN_AGREEMENT_DB if not rounds else MIN_ROUNDED_AGREEMENT_DB
-            name = self._checked(program, results, MIN_JOINED_AGREEMENT_DB if rounds and program.attends else least)
+            of_rounding = MIN_JOINED_AGREEMENT_DB if program.attends else MIN_ROUNDED_AGREEMENT_DB
+            name = self._checked(program, results, of_rounding if rounds else MIN_AGREEMENT_DB)
             text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
             yield BoundLine(results[-1], text, reads, writes)
         else:
@@ -450,7 +336,9 @@ class TokenBinder(Binder):
     def _checked(self, program: Any, nodes: Sequence[fx.Node], least: float = MIN_AGREEMENT_DB) -> str:
         """Name of a program that computes the values of these nodes, and is checked with them."""
         name = self._constant(program)
-        self.checks[name] = _Check(program, [str(node) for node in nodes], [self._results[n] for n in nodes], least)
+        self.checks[name] = ProgramCheck(
+            program, [str(node) for node in nodes], [self._results[n] for n in nodes], least
+        )
         return name
 
 

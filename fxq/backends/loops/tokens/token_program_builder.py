@@ -16,7 +16,7 @@ from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttentio
 from fxq.backends.loops.tokens.token_program import GROWING_AXIS, MaskForm, StateForm, TokenProgram, Varying
 from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
 from fxq.backends.plain.few_rows import FewRowsProduct, column_parts
-from fxq.graph.query import argument, op_of, options_of
+from fxq.graph.query import argument, is_op, op_of, options_of
 
 MAX_VALUES = 1 << 17
 """Maximum number of values of a result in a program. Larger results do not stay in the second-level cache."""
@@ -119,24 +119,25 @@ class TokenProgramBuilder:
 
     def add(self, node: fx.Node) -> bool:
         """Add a node. Returns whether that is possible; if not, nothing has changed."""
-        shape, op = self.shape_of(node), op_of(node)
         before = len(self.inputs), len(self._sizes), len(self._steps)
-        is_state = op is not None and op.name == "append"
-        if not is_state and (shape is None or math.prod(shape) > MAX_VALUES or 0 in shape):
-            return False
         try:
-            if is_state:
-                is_added = self._append(node)
-            else:
-                value = self._linear(node, shape) if op is None else self._value(node, op.name, shape)
-                is_added = value is not None and value.shape == shape
+            is_added = self._append(node) if is_op(node, "append") else self._add_value(node)
         except KeyError:
             is_added = False
         if not is_added:
             self._undo(*before)
-        elif not is_state:
-            self.values[node] = value
         return is_added
+
+    def _add_value(self, node: fx.Node) -> bool:
+        """Add a node whose shape is the same in all calls."""
+        shape, op = self.shape_of(node), op_of(node)
+        if shape is None or math.prod(shape) > MAX_VALUES or 0 in shape:
+            return False
+        value = self._linear(node, shape) if op is None else self._value(node, op.name, shape)
+        if value is None or value.shape != shape:
+            return False
+        self.values[node] = value
+        return True
 
     def _undo(self, inputs: int, buffers: int, steps: int) -> None:
         for node in self.inputs[inputs:]:
