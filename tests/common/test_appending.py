@@ -267,7 +267,7 @@ def test_extending_and_appending_in_turn() -> None:
     continued = appended(state, entries(8), 2)
     assert memory_of(continued) == memory_of(state)
     assert torch.equal(continued, torch.cat([grown(40), entries(7), entries(8)], 2))
-    other = extended(grown(40), 2, 2)
-    other.add_(1)  # a write of the user
+    written = extended(grown(40), 2, 2)
+    written.add_(1)  # a write of the user
     with pytest.raises(fxq.FxqError, match="written to"):
-        extended(other, 1, 2)
+        extended(written, 1, 2)

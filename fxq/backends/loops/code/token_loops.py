@@ -1,4 +1,4 @@
-"""Loops over the values of a few tokens: the steps of a decoder between two attentions, and attention to a cache.
+"""Loops over the values of a few tokens: the steps of a decoder, attention to its cache included.
 
 A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the index of a base address, and the
 distance from it in bytes. Base 0 is the address 0, so that its offsets are addresses. Base 1 is the workspace; inputs

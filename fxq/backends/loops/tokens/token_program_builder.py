@@ -300,9 +300,9 @@ class TokenProgramBuilder:
 
     def _mask(self, node: fx.Node, form: MaskForm) -> int:
         """Index of a mask of the program."""
-        for index, (known, known_form) in enumerate(zip(self.masks, self._varying.masks, strict=True)):
-            if known is node and known_form[:3] == form[:3]:
-                self._varying.must_be_equal(known_form.state, form.state)
+        for index, (mask, mask_form) in enumerate(zip(self.masks, self._varying.masks, strict=True)):
+            if mask is node and mask_form[:3] == form[:3]:
+                self._varying.must_be_equal(mask_form.state, form.state)
                 return index
         self.masks.append(node)
         self._varying.masks.append(form)
