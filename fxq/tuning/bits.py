@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -90,7 +90,8 @@ class BitsResult(Rows[WeightBits]):
     Attributes:
         entries: the rows.
         recipe: the recipe with these specs, for `fxq.quantize`.
-        bits: mean number of bits per value, scales and zero points included.
+        bits: mean number of bits per value, scales and zero points included, if the model is quantized with the data
+            of the search. Without data, `gptq` does not run, and tiny scales of blocks may take float32.
         budget: largest mean that was allowed.
         score: dB of the output with the recipe; with a metric, its value.
         uniform: name of the best spec that fits the budget if all weights have it; empty if none does.
@@ -192,21 +193,22 @@ def search_bits(
         raise InputError("a budget of bits is for weights alone: start with the recipe fxq.Recipe.weight_only(bits=4).")
     has_gptq = any(step.name == "gptq" for step in recipe.pipeline)
     rounded = recipe.without_pass("gptq") if has_gptq else recipe
-    weights = _weights(trials, recipe, rounded)
+    by_key = _weights(trials, recipe, rounded)
+    weights = list(by_key.values())
     if not weights:
         raise InputError("the model has no weights in integers, so there are no bits to choose.")
     _measure(trials, rounded, weights, executor, advance)
     total = sum(weight.values for weight in weights)
-    chosen = _within(weights, budget * total / 8)
     alike = [name for name in SPECS if 8 * sum(w.sizes[name] for w in weights) <= budget * total]
     best = min(alike, key=lambda name: sum(w.noise[name] for w in weights), default="")
-    choices = [chosen, *([[best] * len(weights)] if best else [])]
-    score, *others = trials.scores([_recipe(recipe, weights, choice) for choice in choices], executor, advance)
+    uniform = [([best] * len(weights), [w.sizes[best] for w in weights])] if best else []
+    choices = [_fitting(trials, recipe, by_key, budget * total / 8), *uniform]
+    score, *others = trials.scores([_recipe(recipe, weights, names) for names, _ in choices], executor, advance)
     if others and rank(others[0]) > rank(score):
-        chosen, score = choices[1], others[0]
-    rows = tuple(_row(recipe, weight, name) for weight, name in zip(weights, chosen, strict=True))
-    bits = sum(row.bits * row.values for row in rows) / total
-    uniform_score = others[0] if others else math.nan
+        choices, score = uniform, others[0]
+    chosen, sizes = choices[0]
+    rows = tuple(_row(recipe, *parts) for parts in zip(weights, chosen, sizes, strict=True))
+    bits, uniform_score = 8 * sum(sizes) / total, others[0] if others else math.nan
     return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, best, uniform_score)
 
 
@@ -223,18 +225,37 @@ def _recipe(recipe: Recipe, weights: Sequence[_Weight], chosen: Sequence[str]) -
     return recipe
 
 
-def _row(recipe: Recipe, weight: _Weight, name: str) -> WeightBits:
+def _fitting(
+    trials: Trials, recipe: Recipe, weights: Mapping[Any, _Weight], most: float
+) -> tuple[list[str], list[int]]:
+    """Spec of each weight within a number of bytes, and the bytes of each weight with these specs.
+
+    With `gptq`, scales of a weight, and thus their dtype, depend on the specs of earlier weights. So the bytes are
+    those of the chosen recipe. If they are too many, the choice is repeated with them.
+    """
+    group = list(weights.values())
+    while True:
+        chosen = _within(group, most)
+        stored = _stored_bytes(trials, _recipe(recipe, group, chosen))
+        sizes = [stored[key] for key in weights]
+        if sum(sizes) <= most:
+            return chosen, sizes
+        for weight, name, size in zip(group, chosen, sizes, strict=True):
+            weight.sizes[name] = max(weight.sizes[name], size)  # never less, so that the loop ends
+
+
+def _row(recipe: Recipe, weight: _Weight, name: str, size: int) -> WeightBits:
     first, spec = weight.layers[0], SPECS[name]
     selectors = dict.fromkeys(selector for layer in weight.layers for selector in layer.selectors)
     code = "dtype=torch.float16" if spec.format == "float16" else f"bits={spec.bits}, per={spec.per!r}"
     code += "" if recipe.config.compute == "float32" else f", compute={recipe.config.compute!r}"
     line = "recipe" + "".join(f".override({s}, fxq.Recipe.weight_only({code}).config)" for s in selectors)
-    bits = 8 * weight.sizes[name] / weight.values
+    bits = 8 * size / weight.values
     return WeightBits(first.name, first.path, first.op, name, bits, weight.values, weight.sqnr, line)
 
 
-def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> list[_Weight]:
-    """Weights that run on integers, with their size and error for each spec.
+def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> dict[Any, _Weight]:
+    """Weights that run on integers, by key (see `_reads`), with their size and error for each spec.
 
     Args:
         trials: the calibrated model.
@@ -249,16 +270,22 @@ def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> list[_Weight]:
         keys: dict[Any, Any] = {}
         for manager in trials.managers(candidate):
             _add(weights, manager, name, keys)
-    return [weight for weight in weights.values() if len(weight.errors) == len(SPECS) + 1]
+    return {key: weight for key, weight in weights.items() if len(weight.errors) == len(SPECS) + 1}
 
 
-def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dict[Any, Any]) -> None:
-    """Add the weights of a graph, with their sizes and errors for one spec.
+def _stored_bytes(trials: Trials, recipe: Recipe) -> dict[Any, int]:
+    """Bytes of each weight with scales and zero points, by key, as a candidate stores them."""
+    keys: dict[Any, Any] = {}
+    managers = trials.managers(recipe)
+    return {key: weight_sizes(m.gm, node)[1] for m in managers for node, _, _, key in _reads(m, keys)}
+
+
+def _reads(manager: PassManager, keys: dict[Any, Any]) -> Iterator[tuple[fx.Node, fx.Node, TunableLayer, Any]]:
+    """Yield node, dequantized weight, layer and key of the weight, of each layer of a graph with one integer weight.
 
     `keys` has the key of each tensor of the candidate: the first layer that reads it, since tied weights share a
     tensor, and candidates have copies of their own of transposed weights.
     """
-    read_by: dict[fx.Node, tuple[fx.Node, _Weight]] = {}
     for node in manager.gm.graph.nodes:
         layer = layer_of(manager, node, {}) if precision_of(node) == "weight-only" else None
         reads = [read for read in node.all_input_nodes if integer_weight(manager.gm, read) is not None]
@@ -266,15 +293,20 @@ def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dic
             continue
         real = read_attribute(manager.gm, info(reads[0]).stands_for)
         key = keys.setdefault((real.data_ptr(), real.shape), (layer.selectors, info(reads[0]).stands_for))
-        weight = weights.setdefault(key, _Weight())
-        read_by[node] = reads[0], weight
+        yield node, reads[0], layer, key
+
+
+def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dict[Any, Any]) -> None:
+    """Add the weights of a graph, with their sizes and errors for one spec; see `_reads` for `keys`."""
+    reads, read_by = {}, {}
+    for node, reads[node], layer, key in _reads(manager, keys):
+        weight = read_by[node] = weights.setdefault(key, _Weight())
         if layer.selectors not in [earlier.selectors for earlier in weight.layers]:
             weight.layers.append(layer)
         if name in SPECS:
             weight.values, weight.sizes[name] = weight_sizes(manager.gm, node)
-    for node, error in _errors(manager, {node: read for node, (read, _) in read_by.items()}).items():
-        _, weight = read_by[node]
-        weight.errors[name] = weight.errors.get(name, 0.0) + error
+    for node, error in _errors(manager, reads).items():
+        read_by[node].errors[name] = read_by[node].errors.get(name, 0.0) + error
 
 
 def _errors(manager: PassManager, reads: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, float]:

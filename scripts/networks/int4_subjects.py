@@ -22,6 +22,7 @@ from scripts.demo.sequence_data import (
     docstrings as described,
 )
 from scripts.networks.language import antibodies, docstrings, iglm, smollm2
+from scripts.networks.pydoc_model import pydoc_model
 
 Measure = Literal["KL", "1 - cosine"]
 
@@ -57,6 +58,13 @@ def smollm2_subject() -> Subject:
     model, tokenizer = smollm2()
     rows = docstrings(tokenizer)
     return Subject(model, rows[:8], rows[8:16])
+
+
+def pydoc_subject() -> Subject:
+    """Model of Python's documentation with rows of 128 held-out tokens: 64 for calibration, 64 that are judged."""
+    model, _, rows = pydoc_model()
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    return Subject(model, rows[order[:64]], rows[order[64:128]])
 
 
 class Sentences(nn.Module):
@@ -119,6 +127,10 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "smollm2": smollm2_subject,
     "minilm": minilm_subject,
     "g2p-en": g2p_subject,
+    "pydoc": pydoc_subject,
 }
-"""Functions that load a model and its data, by name; `SystemExit` or `Missing` says what is not installed."""
+"""Functions that load a model and its data, by name; `SystemExit` or `Missing` says what is not installed.
+
+The first call of `pydoc_subject` trains its model.
+"""
 NOT_INSTALLED = (SystemExit, Missing)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,11 +62,32 @@ def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(128, 256)).eval()
     rounded = RECIPE.without_pass("gptq")
-    (weight,) = _weights(calibrated_trials(layer, RECIPE, DATA, None, False), RECIPE, rounded)
+    (weight,) = _weights(calibrated_trials(layer, RECIPE, DATA, None, False), RECIPE, rounded).values()
     plain, fitted = (fxq.quantize(layer, recipe, data=DATA) for recipe in (rounded, RECIPE))
     assert weight.errors["rounded to nearest"] == pytest.approx(ratio(layer, plain), rel=1e-3)
     assert weight.errors["4 bits, blocks of 64"] == pytest.approx(ratio(layer, fitted), rel=1e-3)
     assert weight.errors["4 bits, blocks of 64"] < 0.98 * weight.errors["rounded to nearest"]
+
+
+def smallest_scale(q):
+    """Smallest scale of a block of the last layer."""
+    (scales,) = [b for name, b in q.named_buffers() if name.startswith("fxq_data.4_weight") and "scale" in name]
+    return float(scales.min())
+
+
+@pytest.mark.parametrize("budget", [5.0, pytest.param(6.0, marks=pytest.mark.slow)])
+def test_bits_are_those_of_the_chosen_recipe(budget):
+    """Whether float16 holds the scales of the last layer depends on the specs of the others: the bits are right."""
+    result = fxq.search(network(), RECIPE, DATA, budget=budget)
+    alike = replace(RECIPE, config=result.recipe.overrides[-1][1])
+    scales = [smallest_scale(fxq.quantize(network(), r, data=DATA)) for r in (alike, result.recipe)]
+    assert scales[1] != pytest.approx(scales[0], rel=0.05)
+    model = network()
+    with torch.no_grad():
+        model[4].weight *= torch.finfo(torch.float16).tiny / math.prod(scales) ** 0.5
+    result = fxq.search(model, RECIPE, DATA, budget=budget)
+    q = fxq.quantize(model, result.recipe, data=DATA)
+    assert stored_bits(q) == pytest.approx(result.bits, abs=1e-6) and result.bits <= budget
 
 
 class Transposed(nn.Module):
