@@ -91,6 +91,14 @@ def _combine(x, y, multiplies, count):
 
 
 @helper
+def _repeat(x, count):
+    """Repeat the first of `count` floats."""
+    x = carray(floats(x), count)
+    for j in range(1, count):
+        x[j] = x[0]
+
+
+@helper
 def pointwise(step, bases):
     """Compute a function of each element of one value, or of two. Fields: `PointwiseField`."""
     x, y = address_of(bases, step, PointwiseField.X), address_of(bases, step, PointwiseField.Y)
@@ -106,7 +114,7 @@ def pointwise(step, bases):
     x_is_float, y_is_float = step[PointwiseField.X_IS_FLOAT], step[PointwiseField.Y_IS_FLOAT]
     x_grid, y_grid = carray(floats(step[PointwiseField.X_GRID]), 2), carray(floats(step[PointwiseField.Y_GRID]), 2)
     scratch = scratch_of(bases)
-    period, second = step[PointwiseField.PERIOD], scratch + 4 * CHUNK
+    period, second, y_is_one = step[PointwiseField.PERIOD], scratch + 4 * CHUNK, step[PointwiseField.Y_IS_ONE]
     chunk = CHUNK // period * period if period else CHUNK
     x_size, y_size, out_size = 4 if x_is_float else 1, 4 if y_is_float else 1, 4 if to_floats else 1
     for n in range(samples):
@@ -118,11 +126,14 @@ def pointwise(step, bases):
                 a = x + n * x_of_sample + i * x_of_row + c * x_of_pixel
                 b = y + n * y_of_sample + i * y_of_row + c * y_of_pixel
                 target = out + n * out_of_sample + i * out_of_row + c * out_of_pixel
+                if y_is_one:
+                    read(b, y_is_float, y_grid[0], y_grid[1], second, 1)
+                    _repeat(second, min(chunk, run))
                 for first in range(0, run, chunk):
                     size = min(chunk, run - first)
                     read(a + x_size * first, x_is_float, x_grid[0], x_grid[1], scratch, size)
                     if operation > 1:
-                        if not period:
+                        if not period and not y_is_one:
                             read(b + y_size * first, y_is_float, y_grid[0], y_grid[1], second, size)
                         _combine(scratch, second, operation == 3, size)
                     if function != NO_FUNCTION:
