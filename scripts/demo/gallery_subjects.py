@@ -151,11 +151,11 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_sound.spectrograms,
         "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
         'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences. fxq has '
-        '`backend="jit"` here, since `"fastest"` quantizes it for several backends, which takes more than eight minutes. '
+        '`backend="jit"` here, since `"fastest"` tries several backends, which takes more than eight minutes. '
         "fxq leaves the layers that decide durations in float, which the others quantize: hence no sentence differs, "
         "and ONNX Runtime's file is faster. What remains is noise in pauses and at high frequencies, from the last "
-        "layers, whose inputs have one scale for loud and quiet frames. Milliseconds of all tools are of one run on an "
-        "idle machine, apart from the other columns.",
+        "layers, whose inputs have one scale for loud and quiet frames. Milliseconds of all tools are of one run, "
+        "apart from that of the other columns.",
         backend="jit",
     ),
 }
