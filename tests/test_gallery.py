@@ -1,5 +1,6 @@
 """The gallery: its page, its pictures, a tool that fails, files of models and of networks, and how results are read."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -39,6 +40,20 @@ def test_the_page_names_the_vector_extensions_of_a_row():
 def test_every_network_has_a_small_picture():
     pictures = {path.stem: path.stat().st_size for path in (FOLDER / "static" / "gallery").glob("*.png")}
     assert pictures.keys() == ROWS.keys() and sum(pictures.values()) < 2**20
+
+
+def test_tools_of_a_network():
+    """Of language models weights alone are quantized, to the numbers of bits that the exhibit has."""
+    assert [*gallery.tools_for(EXHIBITS["voice"])][2:] == ["int8, fxq", "int8, NNCF", "int8, ONNX Runtime"]
+    names = [f"int{bits}, {tool}" for bits in (8, 4) for tool in ("fxq", "NNCF", "ONNX Runtime")]
+    assert [*gallery.tools_for(EXHIBITS["english"])] == ["float, PyTorch", "float, ONNX Runtime", *names]
+
+
+def test_the_backend_of_a_network():
+    torch.manual_seed(0)
+    part = Part(nn.Linear(8, 4).eval(), (torch.randn(1, 8),), [(torch.randn(64, 8),)])
+    exhibit = dataclasses.replace(EXHIBITS["voice"], backend="reference")
+    assert gallery.tools_for(exhibit)["int8, fxq"](part, False).call.backend == "reference"
 
 
 def test_a_row_has_the_quality_and_a_failure_its_reason():

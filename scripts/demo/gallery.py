@@ -4,9 +4,10 @@
     python -m scripts.demo.gallery --folder build/gallery      run with what was fetched
     python -m scripts.demo.gallery --only faces --only texts   some of the networks
 
-Every tool has its own defaults; fxq has backend="fastest". Of language models, the weights alone are quantized, to 8
-bits or to 4 in blocks of 64, by fxq with its default backend. Models of fxq are saved, and loaded by another process,
-which cannot import the packages of the networks; "file" says whether its outputs are equal, bit for bit.
+Every tool has its own defaults; fxq has backend="fastest", unless a note says otherwise. Of language models, the
+weights alone are quantized, to 8 bits or to 4 in blocks of 64, by fxq with its default backend. Models of fxq are
+saved, and loaded by another process, which cannot import the packages of the networks; "file" says whether its outputs
+are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
 calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
 to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a
@@ -53,9 +54,10 @@ Tool = Callable[[Part, bool], Made]
 """Quantizes a part, told whether it is a transformer."""
 
 
-def own(part: Part, is_transformer: bool) -> Made:
+def own(backend: str) -> Tool:
     """fxq, in one call."""
-    return quantized(part, fxq.Recipe.static(backend="fastest"))
+    recipe = fxq.Recipe.static(backend=backend)
+    return lambda part, is_transformer: quantized(part, recipe)
 
 
 def own_weights(bits: int) -> Tool:
@@ -126,18 +128,16 @@ def onnxruntime_weights(bits: int) -> Tool:
 
 
 FLOAT_TOOLS: dict[str, Tool] = {"float, PyTorch": as_it_is, "float, ONNX Runtime": by_file(float_file)}
-TOOLS: dict[str, Tool] = {
-    **FLOAT_TOOLS,
-    "int8, fxq": own,
+OTHER_TOOLS: dict[str, Tool] = {
     "int8, NNCF": by_file(nncf_file),
     "int8, ONNX Runtime": by_file(lambda part, is_transformer: onnxruntime_file(part)),
 }
 
 
 def tools_for(exhibit: Exhibit) -> dict[str, Tool]:
-    """The tools for a network, by name: `TOOLS`, or those for weights alone."""
+    """The tools for a network, by name: those for weights and activations, or those for weights alone."""
     if not exhibit.weight_bits:
-        return TOOLS
+        return {**FLOAT_TOOLS, "int8, fxq": own(exhibit.backend), **OTHER_TOOLS}
     tools = dict(FLOAT_TOOLS)
     for bits in exhibit.weight_bits:
         tools[f"int{bits}, fxq"] = own_weights(bits)

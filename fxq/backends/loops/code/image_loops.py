@@ -91,6 +91,16 @@ def _combine(x, y, multiplies, count):
 
 
 @helper
+def _read_second(y, is_float, grid, out, count, is_one):
+    """Read a second value like `read`; with `is_one`, it is one number, which is written `count` times."""
+    read(y, is_float, grid[0], grid[1], out, 1 if is_one else count)
+    numbers = carray(floats(out), count)
+    if is_one:
+        for j in range(1, count):
+            numbers[j] = numbers[0]
+
+
+@helper
 def pointwise(step, bases):
     """Compute a function of each element of one value, or of two. Fields: `PointwiseField`."""
     x, y = address_of(bases, step, PointwiseField.X), address_of(bases, step, PointwiseField.Y)
@@ -106,9 +116,10 @@ def pointwise(step, bases):
     x_is_float, y_is_float = step[PointwiseField.X_IS_FLOAT], step[PointwiseField.Y_IS_FLOAT]
     x_grid, y_grid = carray(floats(step[PointwiseField.X_GRID]), 2), carray(floats(step[PointwiseField.Y_GRID]), 2)
     scratch = scratch_of(bases)
-    period, second = step[PointwiseField.PERIOD], scratch + 4 * CHUNK
+    period, second, y_is_one = step[PointwiseField.PERIOD], scratch + 4 * CHUNK, step[PointwiseField.Y_IS_ONE]
     chunk = CHUNK // period * period if period else CHUNK
-    x_size, y_size, out_size = 4 if x_is_float else 1, 4 if y_is_float else 1, 4 if to_floats else 1
+    x_size, out_size = 4 if x_is_float else 1, 4 if to_floats else 1
+    y_size = 0 if y_is_one else 4 if y_is_float else 1
     for n in range(samples):
         if period:
             for first in range(0, chunk, period):
@@ -123,7 +134,7 @@ def pointwise(step, bases):
                     read(a + x_size * first, x_is_float, x_grid[0], x_grid[1], scratch, size)
                     if operation > 1:
                         if not period:
-                            read(b + y_size * first, y_is_float, y_grid[0], y_grid[1], second, size)
+                            _read_second(b + y_size * first, y_is_float, y_grid, second, size, y_is_one)
                         _combine(scratch, second, operation == 3, size)
                     if function != NO_FUNCTION:
                         apply_function(function, scratch, size, slope, numbers)

@@ -111,6 +111,7 @@ class PointwiseField(IntEnum):
     NUMBERS = 27  # address of float32: lower bound, upper bound, factor, zero point
     TO_FLOATS = 28
     PERIOD = 29  # elements of y if y is one pixel for all of a sample and runs are whole rows; else 0
+    Y_IS_ONE = 30  # 1 if y has one number for all elements of a run
 
 
 class PoolField(IntEnum):

@@ -72,7 +72,8 @@ def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
     refuse((x.rank, x.axis) != (y.rank, y.axis), "its operands have their channels on other axes")
     is_same_shape = x.area.shape == y.area.shape
     is_pixel = y.area.shape == (x.area.shape[0], 1, 1, x.area.shape[3])
-    refuse(not is_same_shape and not is_pixel, "its operands have other shapes")
+    is_channel = y.area.shape == (*x.area.shape[:3], 1)
+    refuse(not is_same_shape and not is_pixel and not is_channel, "its operands have other shapes")
     return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=y.grid, multiplies=multiplies)
 
 

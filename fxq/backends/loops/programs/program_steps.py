@@ -161,7 +161,10 @@ class QuantizeStep(ProgramStep):
 
 @dataclass(eq=False)
 class PointwiseStep(ProgramStep):
-    """Step that computes a function of each element of one value, or of two. The second may have one pixel for all."""
+    """Step that computes a function of each element of one value, or of two.
+
+    The second value may have one pixel for all, or one channel for all.
+    """
 
     x: Area = field(kw_only=True)
     x_grid: QParams | None = field(kw_only=True)
@@ -191,7 +194,8 @@ class PointwiseStep(ProgramStep):
             )
             period = out.pixel_stride if is_pixel else period
         in_rows = all(area.parent is None and area.pixel_stride == out.pixel_stride for area in (*self.reads, out))
-        in_rows = in_rows and period <= writer.loops.CHUNK
+        y_is_one = self.y is not None and self.y.shape[3] != channels
+        in_rows = in_rows and period <= writer.loops.CHUNK and not y_is_one
         is_plain = self.function == CLAMP or (self.grid is not None and self.function.name == "clamp")
         row = writer.row(
             writer.loops.POINTWISE, PointwiseField, **inputs, out=out.origin, out_strides=out.byte_strides,
@@ -199,6 +203,7 @@ class PointwiseStep(ProgramStep):
             operation=1 if self.y is None else 2 + self.multiplies,
             function=writer.loops.NO_FUNCTION if is_plain else self.kind(writer), slope=self.slopes(writer),
             numbers=writer.floats(*self.numbers()), to_floats=bool(out.is_float), period=period if in_rows else 0,
+            y_is_one=y_is_one,
         )  # fmt: skip
         return [row]
 

@@ -155,7 +155,7 @@ def _pointwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
     places.append((f.OUT + 1, f.OUT_STRIDES, f.TO_FLOATS))
     axes = _image_axes(f.RUNS, [(place, _strides(row, strides)) for place, strides, _ in places])
     sizes = {place: 4 if row[is_float] else 1 for place, _, is_float in places}
-    if period:  # the loop reads y from its start for each sample
+    if period or row[f.Y_IS_ONE]:  # the loop reads y from its start for each sample or run
         sizes[f.Y + 1] = 0
     chunk = loops.CHUNK // period * period if period else loops.CHUNK
     axes.append(Axis(f.RUNS + 3, sizes, chunk))

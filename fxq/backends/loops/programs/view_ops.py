@@ -89,9 +89,28 @@ def chunk(plan: StepBuilder, x: Any, *, chunks: int, dim: int, index: int) -> Pl
 def split(plan: StepBuilder, x: Any, *, sizes: Any, dim: int, index: int) -> PlannedValue:
     """Plan a part of the channels, in the memory of all of them."""
     refuse(not isinstance(x, PlannedValue) or dim % x.rank != x.axis, "it splits another axis than the channels")
-    n, h, w, channels = x.area.shape
+    channels = x.area.shape[3]
     cuts = list(accumulate(sizes, initial=0)) if not isinstance(sizes, int) else [*range(0, channels, sizes), channels]
-    first, end = cuts[index % (len(cuts) - 1)], cuts[index % (len(cuts) - 1) + 1]
+    return _channels(plan, x, cuts[index % (len(cuts) - 1)], cuts[index % (len(cuts) - 1) + 1])
+
+
+@plans("getitem")
+def getitem(plan: StepBuilder, x: Any, *, index: Any) -> PlannedValue:
+    """Plan a range of the channels, in the memory of all of them."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    refuse(not isinstance(x, PlannedValue) or len(parts) > x.rank, "it takes no range of channels")
+    parts += [slice(None)] * (x.rank - len(parts))
+    part = parts.pop(x.axis)
+    is_range = isinstance(part, slice) and all(whole == slice(None) for whole in parts)
+    refuse(not is_range, "it takes no range of channels")
+    taken = range(x.area.shape[3])[part]
+    refuse(taken.step != 1 or not taken, "it takes no range of channels")
+    return _channels(plan, x, taken.start, taken.stop)
+
+
+def _channels(plan: StepBuilder, x: PlannedValue, first: int, end: int) -> PlannedValue:
+    """Return channels `first` to `end` of a value, in its memory."""
+    n, h, w, _ = x.area.shape
     x = plan.in_arena(plan.settle(x, None))
     part = Area((n, h, w, end - first), x.area.is_float)
     part.become_part(x.area, first)

@@ -94,7 +94,7 @@ def test_quantize_what_has_no_integer(layout):
 @settings(deadline=None)
 @given(
     shape=SHAPES, grids=st.tuples(GRIDS, GRIDS, GRIDS), op=st.sampled_from(["alone", "add", "mul"]),
-    other=st.sampled_from(["same", "a pixel", "a constant"]), function=st.sampled_from(FUNCTIONS),
+    other=st.sampled_from(["same", "a pixel", "a channel", "a constant"]), function=st.sampled_from(FUNCTIONS),
     rooms=st.tuples(*[st.booleans()] * 3), border=st.integers(0, 1), seed=SEEDS,
 )  # fmt: skip
 def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
@@ -111,7 +111,8 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
             step.y = Area((n, 1, 1, c), True, base=ABSOLUTE, offset=constant.data_ptr())
             exact_y = constant[:c].double()
         else:
-            step.y = Area(shape if other == "same" else (n, 1, 1, c), grids[1] is None, room[1])
+            y_shape = {"same": shape, "a pixel": (n, 1, 1, c), "a channel": (*shape[:3], 1)}[other]
+            step.y = Area(y_shape, grids[1] is None, room[1])
             step.y_grid = grids[1]
             memory[step.y] = values(step.y.shape, grids[1])
             exact_y = real(memory[step.y], grids[1])
@@ -124,12 +125,12 @@ def test_pointwise(shape, grids, op, other, function, rooms, border, seed):
 @pytest.mark.parametrize("grid", [None, QParams.per_tensor(0.0271, 100)], ids=["floats", "integers"])
 def test_rows_longer_than_what_is_computed_at_once(grid, count):
     shape = (2, 1, 3, 2 * image_loops.CHUNK + count)
-    for room in (0, shape[3]):
-        x, y, out = Area(shape, grid is None, room), Area(shape, False), Area(shape, True, room)
+    for room, y_shape in ((0, shape), (shape[3], shape), (shape[3], (*shape[:3], 1))):
+        x, y, out = Area(shape, grid is None, room), Area(y_shape, False), Area(shape, True, room)
         step = PointwiseStep(
             "f", out, Function("tanh"), None, x=x, x_grid=grid, y=y, y_grid=QParams.per_tensor(0.01, 9)
         )
-        memory = {x: values(shape, grid), y: values(shape, QParams.per_tensor(0.01, 9))}
+        memory = {x: values(shape, grid), y: values(y_shape, QParams.per_tensor(0.01, 9))}
         exact = torch.tanh(real(memory[x], grid) + real(memory[y], step.y_grid))
         check(run_steps([step], memory), exact, None, 3e-6)
 

@@ -226,6 +226,16 @@ def test_squeeze_and_excite(is_float):
     check_both(draft, draft.op("mul", draft.op("hardsigmoid", draft.qdq(pooled)), x))
 
 
+@pytest.mark.parametrize("op", ["add", "mul"])
+@pytest.mark.parametrize("shape", [(2, 21, 5, 4), (1, 700, 2, 1), (2, 21, 9), (2, 9, 600), (4, 33)])
+def test_one_channel_for_all(op, shape):
+    """A mask of the pixels of an image, or of the places of a sequence, as floats or as integers."""
+    draft = Draft()
+    x, mask = draft.image(*shape), draft.input(draft.normal(shape[0], 1, *shape[2:]))
+    check_both(draft, draft.op(op, x, mask))
+    check_both(draft, draft.op(op, draft.qdq(mask), draft.op("relu", x)))
+
+
 def test_what_is_refused_of_two_values():
     draft = Draft()
     x = draft.image(2, 5, 3, 4)

@@ -246,6 +246,34 @@ def test_parts_of_an_input():
     check(draft, *(draft.op("chunk", x, chunks=3, dim=2, index=k) for k in range(3)))
 
 
+@pytest.mark.parametrize("shape", [(2, 48), (2, 48, 3, 4), (2, 48, 9)])
+@pytest.mark.parametrize("is_integer", [True, False])
+def test_ranges_of_channels(shape, is_integer):
+    """Each is read where it lies, as parts are."""
+    draft = Draft()
+    x = draft.op("relu", draft.image(*shape))
+    x = draft.quantize(x) if is_integer else x
+    full, rest = slice(None), (slice(None),) * (len(shape) - 2)
+    indices = [(full, slice(16, 46)), (slice(0, 2), slice(-2, None), *rest), (full, slice(None, 9), *rest), (full,)]
+    parts = [draft.op("getitem", x, index=index) for index in (indices[0], indices[2])]
+    check(draft, *(draft.op("gelu", draft.dequantize(part) if is_integer else part) for part in parts))
+    for index in (indices[1], (0,), (full, 3), (None, full), (full, slice(0, 8, 2), *rest), (full, slice(5, 5))):
+        assert refused(draft, draft.op("getitem", x, index=index)) == "it takes no range of channels"
+
+
+def test_gates_of_the_channels_of_a_sequence():
+    """A layer of WaveNet: one half of the channels gates the other, and a mask has one number for each place."""
+    draft = Draft()
+    x, mask = draft.input(draft.normal(2, 32, 19)), draft.input((draft.normal(2, 1, 19) > 0).float())
+    x = draft.op("mul", x, mask)
+    options = {"padding": (4,), "dilation": (2,)}
+    y = draft.op("conv1d", draft.qdq(x), draft.weight(64, 32, 5), draft.vector(64), **options)
+    halves = [draft.op("getitem", y, index=(slice(None), part)) for part in (slice(None, 32), slice(32, None))]
+    gated = draft.qdq(draft.op("mul", draft.op("tanh", halves[0]), draft.op("sigmoid", halves[1])))
+    y = draft.op("conv1d", gated, draft.weight(32, 32, 1), draft.vector(32))
+    check_both(draft, draft.op("mul", draft.op("add", x, y), mask))
+
+
 def test_parts_of_other_axes_are_refused():
     draft = Draft()
     x = draft.image(2, 6, 48)
