@@ -28,12 +28,12 @@ class PanelProduct:
             "COLUMNS": columns, "OUTPUTS": outputs, "ROW_BYTES": row_bytes, "BLOCK": block, "SCALES": scales,
         }  # fmt: skip
         self._keeps, self._loops, self._columns, self._outputs = few, loops, columns, outputs
-        self._jobs = ColumnJobs(loops.multiply_floats_part, loops.PartField, fields, outputs, loops.COLUMNS)
+        self._jobs = ColumnJobs(loops.multiply_floats_part, loops.FloatPartField, fields, outputs, loops.COLUMNS)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product, float32 (..., O), for x, float32 (..., K), of at least `MIN_ROWS` rows of the loop."""
         x = x.contiguous()
         y = torch.empty((*x.shape[:-1], self._outputs), dtype=torch.float32, device="cpu")
         fields = {"X": x.data_ptr(), "OUT": y.data_ptr(), "ROWS": x.numel() // self._columns}
-        self._jobs.run(self._loops.CallField, fields)
+        self._jobs.run(self._loops.FloatCallField, fields)
         return y

@@ -24,7 +24,7 @@ from fxq.backends.loops.code.panel_code import (
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.quant.packing import UNIT
 
-__all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "CallField", "PartField", "multiply_floats_part"]
+__all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "FloatCallField", "FloatPartField", "multiply_floats_part"]
 IS_FASTER = machine_code.KIND.bits >= 256
 """Whether the loop is faster than PyTorch's product. Kinds of CPU with narrower vectors have not been measured."""
 _f = np.float32
@@ -36,7 +36,7 @@ _BLOCK_ROWS = 96
 """Rows of the input that are multiplied by a panel before the next panel is."""
 
 
-class PartField(IntEnum):
+class FloatPartField(IntEnum):
     """Fields of a part of a product: the weight, and the columns of the result to compute."""
 
     WEIGHT = 0  # address of the stored integers, (outputs, row_bytes)
@@ -54,7 +54,7 @@ class PartField(IntEnum):
     END = 12
 
 
-class CallField(IntEnum):
+class FloatCallField(IntEnum):
     """Fields of a call: its rows of floats, and the result."""
 
     X = 0  # address of float32 (rows, columns)
@@ -62,7 +62,7 @@ class CallField(IntEnum):
     ROWS = 2  # at least `MIN_ROWS`
 
 
-_PART_FIELDS, _CALL_FIELDS = len(PartField), len(CallField)
+_PART_FIELDS, _CALL_FIELDS = len(FloatPartField), len(FloatCallField)
 
 
 @helper
@@ -89,10 +89,10 @@ def _read_words(source, row_bytes, count, length, flip, out):
 @helper
 def _read_numbers(part, column, width, out):
     """Write factors, offsets and biases of `width` columns to `out`, float32 (panels, 2 * scales + 1, COLUMNS)."""
-    outputs, scales, zero = part[PartField.OUTPUTS], part[PartField.SCALES], _f(part[PartField.ZERO])
-    scale = carray(floats(part[PartField.SCALE]), (outputs, scales))
-    offset = carray(floats(part[PartField.OFFSET]), (outputs, scales))
-    bias = carray(floats(part[PartField.BIAS]), outputs)
+    outputs, scales, zero = part[FloatPartField.OUTPUTS], part[FloatPartField.SCALES], _f(part[FloatPartField.ZERO])
+    scale = carray(floats(part[FloatPartField.SCALE]), (outputs, scales))
+    offset = carray(floats(part[FloatPartField.OFFSET]), (outputs, scales))
+    bias = carray(floats(part[FloatPartField.BIAS]), outputs)
     for c in range(width):
         panel, lane = c // COLUMNS, c % COLUMNS
         for k in range(scales):
@@ -108,9 +108,9 @@ def _unpack(part, column, first, depth, numbers, words, of_rows, out):
     `words` and `of_rows` are scratch memory, int32 (words, COLUMNS) and uint8 (COLUMNS, _DEPTH). `numbers` is the
     address of the factors and offsets of the panel.
     """
-    kind, row_bytes, block = part[PartField.KIND], part[PartField.ROW_BYTES], part[PartField.BLOCK]
-    count, offsets = min(COLUMNS, part[PartField.END] - column), 4 * COLUMNS * part[PartField.SCALES]
-    source, is_packed = part[PartField.WEIGHT] + row_bytes * column, SIGNED4 <= kind < UNPACKED
+    kind, row_bytes, block = part[FloatPartField.KIND], part[FloatPartField.ROW_BYTES], part[FloatPartField.BLOCK]
+    count, offsets = min(COLUMNS, part[FloatPartField.END] - column), 4 * COLUMNS * part[FloatPartField.SCALES]
+    source, is_packed = part[FloatPartField.WEIGHT] + row_bytes * column, SIGNED4 <= kind < UNPACKED
     is_high = is_packed and first >= row_bytes
     if kind >= UNPACKED:
         bits, at_rows = kind - UNPACKED, _address(of_rows)
@@ -154,16 +154,16 @@ def _multiply(x, x_bytes, rows, weight, depth, added, added_bytes, out, out_byte
 def _multiply_block(part, call, column, panels, first, depth, numbers, unpacked, scratch):
     """Multiply values `first` to `first + depth` of all rows of the input by panels, and add the products to results.
 
-    Results of columns from `part[PartField.END]` on are in `scratch`, float32 (rows, COLUMNS).
+    Results of columns from `part[FloatPartField.END]` on are in `scratch`, float32 (rows, COLUMNS).
     """
-    x, out, rows = call[CallField.X], call[CallField.OUT], call[CallField.ROWS]
-    columns, outputs, scales = part[PartField.COLUMNS], part[PartField.OUTPUTS], part[PartField.SCALES]
+    x, out, rows = call[FloatCallField.X], call[FloatCallField.OUT], call[FloatCallField.ROWS]
+    columns, outputs, scales = part[FloatPartField.COLUMNS], part[FloatPartField.OUTPUTS], part[FloatPartField.SCALES]
     blocks = max(rows // _BLOCK_ROWS, 1)
     for k in range(blocks * panels):
         p, r = k % panels, rows * (k // panels) // blocks
         count = rows * (k // panels + 1) // blocks - r
         target, target_bytes = out + 4 * (outputs * r + column + COLUMNS * p), 4 * outputs
-        if column + COLUMNS * (p + 1) > part[PartField.END]:
+        if column + COLUMNS * (p + 1) > part[FloatPartField.END]:
             target, target_bytes = _address(scratch[r]), 4 * COLUMNS
         added, added_bytes = (target, target_bytes) if first else (_address(numbers[p, 2 * scales]), 0)
         _multiply(
@@ -174,19 +174,19 @@ def _multiply_block(part, call, column, panels, first, depth, numbers, unpacked,
 
 @compiled("i64* i i64*")
 def multiply_floats_part(part, _count, call):
-    """Compute columns of the product of rows of floats with the weight. Fields: `PartField` and `CallField`.
+    """Compute columns of the product of rows of floats with the weight. Fields: `FloatPartField` and `FloatCallField`.
 
     A result does not depend on the number of rows, or of parts.
     """
     part, call = carray(part, _PART_FIELDS), carray(call, _CALL_FIELDS)
     columns, outputs, end, rows = (
-        part[PartField.COLUMNS], part[PartField.OUTPUTS], part[PartField.END], call[CallField.ROWS],
+        part[FloatPartField.COLUMNS], part[FloatPartField.OUTPUTS], part[FloatPartField.END], call[FloatCallField.ROWS],
     )  # fmt: skip
-    numbers = np.zeros((_BLOCK_PANELS, 2 * part[PartField.SCALES] + 1, COLUMNS), _f)
+    numbers = np.zeros((_BLOCK_PANELS, 2 * part[FloatPartField.SCALES] + 1, COLUMNS), _f)
     unpacked, scratch = np.empty((_BLOCK_PANELS, _DEPTH, COLUMNS), _f), np.empty((rows, COLUMNS), _f)
     words, of_rows = np.zeros((_DEPTH // 4, COLUMNS), np.int32), np.empty((COLUMNS, _DEPTH), np.uint8)
-    half = part[PartField.ROW_BYTES] if SIGNED4 <= part[PartField.KIND] < UNPACKED else columns
-    for column in range(part[PartField.FIRST], end, COLUMNS * _BLOCK_PANELS):
+    half = part[FloatPartField.ROW_BYTES] if SIGNED4 <= part[FloatPartField.KIND] < UNPACKED else columns
+    for column in range(part[FloatPartField.FIRST], end, COLUMNS * _BLOCK_PANELS):
         width = min(COLUMNS * _BLOCK_PANELS, end - column)
         panels, first = (width + COLUMNS - 1) // COLUMNS, 0
         _read_numbers(part, column, width, numbers)
@@ -199,7 +199,7 @@ def multiply_floats_part(part, _count, call):
             first += depth
         rest = width % COLUMNS
         for r in range(rows if rest else 0):
-            results = carray(floats(call[CallField.OUT] + 4 * (outputs * r + column + width - rest)), rest)
+            results = carray(floats(call[FloatCallField.OUT] + 4 * (outputs * r + column + width - rest)), rest)
             for c in range(rest):
                 results[c] = scratch[r, c]
     unpacked[0, 0, 0], of_rows[0, 0], scratch[0, 0] = words[0, 0], 0, numbers[0, 0, 0]  # keeps all alive until here
