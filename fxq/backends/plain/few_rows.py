@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from fxq.backends.loops.code.compiler import has_memory
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
+from fxq.backends.plain.column_jobs import column_parts
 from fxq.backends.plain.stored_weight import StoredWeight
 
 MAX_ROWS = 16
@@ -159,11 +159,6 @@ def _bytes_as_read(stored: StoredWeight) -> int:
     """Bytes of a row of a weight as chunks read it: packed values of other widths than 4 bits are unpacked first."""
     packing = stored.packing
     return stored.values.shape[1] if packing is None or packing.bits == 4 else packing.count
-
-
-def column_parts(columns: int, count: int, unit: int) -> list[tuple[int, int]]:
-    """First column and end of `count` parts of about equal size. Each part starts at a multiple of `unit`."""
-    return list(pairwise([columns * k // count // unit * unit for k in range(count)] + [columns]))
 
 
 def refused(stored: StoredWeight) -> str | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
-from fxq.backends.plain.few_rows import FewRowsProduct, column_parts, refused
+from fxq.backends.plain.column_jobs import ColumnJobs
+from fxq.backends.plain.few_rows import FewRowsProduct, refused
 from fxq.backends.plain.stored_weight import StoredWeight
 
-_MIN_PART_COLUMNS = 64
-"""Minimum number of columns of the result that each thread computes."""
 _WORD = 4
 """Integers that are multiplied at once."""
 
@@ -33,13 +30,13 @@ class ManyRowsProduct:
         weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
         zeros = torch.empty(0) if stored.packing is None else _packed_zeros(stored).to(torch.uint8).contiguous()
         self._keeps = few, zeros, few.ones()
-        self._fields = {
+        fields = {
             "WEIGHT": weight, "SCALE": scale, "ZEROS": zeros.data_ptr(), "BIAS": bias, "ONES": few.ones().data_ptr(),
             "KIND": kind, "COLUMNS": columns, "OUTPUTS": outputs, "ROW_BYTES": row_bytes, "BLOCK": block,
             "SCALES": scales,
         }  # fmt: skip
         self._loops, self._columns, self._outputs = loops, columns, outputs
-        self._jobs: dict[int, tuple[Job, Tensor, Tensor]] = {}
+        self._jobs = ColumnJobs(loops.many_integers_part, loops.PartField, fields, outputs, loops.COLUMNS)
 
     def of_integers(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Return the product, float32 (..., O). See `FewRowsProduct.of_integers`.
@@ -56,27 +53,8 @@ class ManyRowsProduct:
             "SCALE": scale.data_ptr(), "ZERO": zero_point.data_ptr(),
             "SCALE_STEP": int(scale.numel() > 1), "ZERO_STEP": int(zero_point.numel() > 1),
         }  # fmt: skip
-        names, threads = self._loops.CallField.__members__, usable_threads()
-        array = (ctypes.c_int64 * len(names))(*map(fields.__getitem__, names))
-        job, _, counts = self._job(threads)
-        if len(counts) == 0 or not run_together(job, threads, ctypes.addressof(array), 0):
-            _, table, _ = self._job(1)
-            self._loops.many_integers_part(table.data_ptr(), 1, array)
+        self._jobs.run(self._loops.CallField, fields)
         return y
-
-    def _job(self, threads: int) -> tuple[Job, Tensor, Tensor]:
-        """Job that divides the columns of the result among threads, and the tensors that it points to."""
-        if threads not in self._jobs:
-            count = max(min(threads, self._outputs // _MIN_PART_COLUMNS), 1)
-            parts = column_parts(self._outputs, count, self._loops.COLUMNS)
-            names = self._loops.PartField.__members__
-            rows = [self._fields | {"FIRST": first, "END": end} for first, end in parts]
-            table = torch.tensor([[row[name] for name in names] for row in rows], dtype=torch.int64, device="cpu")
-            counts = torch.tensor([len(parts)] if len(parts) > 1 else [], dtype=torch.int64, device="cpu")
-            address = code_address(self._loops.many_integers_part)
-            job = Job(address, table.data_ptr(), counts.data_ptr(), 1, 0, 8 * len(names))
-            self._jobs[threads] = job, table, counts
-        return self._jobs[threads]
 
 
 def many_rows_refused(stored: StoredWeight) -> str | None:

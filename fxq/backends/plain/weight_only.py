@@ -17,6 +17,7 @@ from torch import Tensor
 from fxq.backends.kernel import Kernel, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
+from fxq.backends.plain.panel_product import PanelProduct
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
@@ -141,7 +142,7 @@ def packing_options(packing: Packing | None, rows: Sequence[tuple[int, ...]]) ->
 
 
 class WeightOnlyLinear(WeightOnlyKernel):
-    """Linear layer. A few rows are multiplied with the integers in a compiled loop, see `FewRowsProduct`.
+    """Linear layer, in a compiled loop where there is one: `FewRowsProduct`, and `PanelProduct` for many rows.
 
     Otherwise it converts some rows of the weight at a time. Per-channel scales are applied to the result.
     """
@@ -150,7 +151,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
     def bind(self, x: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function for inputs like these. See `Bindable.bind`."""
-        product = self.few_rows(x)
+        product = self.few_rows(x) or self.many_rows(x)
         if product is None:
             return self.forward
         return product if x.dtype == torch.float32 else lambda x: product(float_input(x))
@@ -158,7 +159,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
     def forward(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O)."""
         x, product = float_input(x), self.few_rows(x)
-        return self._in_pieces(x) if product is None else product(x)
+        return self.of_many_rows(x) if product is None else product(x)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Inputs with few rows if there are many, and the reverse, since another kernel runs then."""
@@ -174,6 +175,21 @@ class WeightOnlyLinear(WeightOnlyKernel):
         if x.shape[-1:] != (columns,) or not 0 < x.numel() <= MAX_ROWS * columns:
             return None
         return self._product(x, 0)
+
+    def many_rows(self, x: Tensor) -> PanelProduct | None:
+        """Compiled product for inputs like these; None if there are few rows, if it is not faster, or there is none."""
+        columns = math.prod(self.stored_weight().row)
+        few = self._product(x, 0) if x.shape[-1:] == (columns,) and x.numel() > MAX_ROWS * columns else None
+        loops = None if few is None else loops_for("panel_loops", 0)
+        if few is None or loops is None or not loops.IS_FASTER:
+            return None
+        product: PanelProduct = self._cached("many_rows_of_floats", lambda: PanelProduct(loops, few))
+        return product
+
+    def of_many_rows(self, x: Tensor) -> Tensor:
+        """float32 (..., K) -> float32 (..., O), for more rows than those of `few_rows`."""
+        product = self.many_rows(x)
+        return self._in_pieces(x) if product is None else product(x)
 
     def _product(self, x: Tensor, elements: int) -> FewRowsProduct | None:
         """Compiled product of the weight; None if there is none for tensors like x. `elements`: as of `loops_for`."""

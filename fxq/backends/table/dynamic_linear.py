@@ -106,7 +106,7 @@ class DynamicLinear(WeightOnlyLinear):
     def _in_floats(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         """Compute `forward` with the real values of input and weight."""
         zero = self._zero if zero_point is None else zero_point
-        y = self._in_pieces((x.to(torch.float32) - zero).mul_(scale))
+        y = self.of_many_rows((x.to(torch.float32) - zero).mul_(scale))
         return y if self._after is None else self._after(y)
 
     def at_other_sizes(self, *inputs: Tensor) -> Iterable[tuple[Tensor, ...]]:

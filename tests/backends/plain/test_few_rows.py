@@ -310,6 +310,7 @@ def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed)
 @needs_numba
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_many_rows_in_several_pieces(bits, monkeypatch):
+    monkeypatch.setattr(loops("panel_loops"), "IS_FASTER", False)
     monkeypatch.setattr(weight_only, "_COMPILED_PIECE_ELEMENTS", 3 * 64)
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 10).eval(), torch.randn(2, 20, 64)

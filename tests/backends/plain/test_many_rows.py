@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.code.thread_pool import run_together
-from fxq.backends.plain import many_rows
+from fxq.backends.plain import column_jobs
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct
 from fxq.backends.plain.many_rows import ManyRowsProduct, many_rows_refused
 from fxq.common.timed_calls import threads_set_to
@@ -73,12 +73,12 @@ def test_threads_compute_the_same_numbers(outputs, monkeypatch):
     loop = many(stored(outputs, 192, 4, True, 32, True), torch.randn(outputs))
     arguments, _ = integers(MAX_ROWS + 3, 192)
     alone, calls = loop.of_integers(*arguments), []
-    monkeypatch.setattr(many_rows, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
+    monkeypatch.setattr(column_jobs, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
     for threads in (2, 3, 7):
         with threads_set_to(threads):
             torch.testing.assert_close(loop.of_integers(*arguments), alone, **EXACT)
     assert calls == ([True] * 3 if outputs > 128 else [])  # each thread has 64 columns at least
-    monkeypatch.setattr(many_rows, "run_together", lambda *_: False)  # no thread is free
+    monkeypatch.setattr(column_jobs, "run_together", lambda *_: False)  # no thread is free
     with threads_set_to(2):
         torch.testing.assert_close(loop.of_integers(*arguments), alone, **EXACT)
 
