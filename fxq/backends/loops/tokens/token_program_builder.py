@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttention
 from fxq.backends.loops.tokens.token_program import GROWING_AXIS, MaskForm, StateForm, TokenProgram, Varying
 from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
-from fxq.backends.plain.few_rows import FewRowsProduct, column_parts
+from fxq.backends.plain.column_jobs import column_parts
+from fxq.backends.plain.few_rows import FewRowsProduct
 from fxq.graph.query import argument, is_op, op_of, options_of
 
 MAX_VALUES = 1 << 17
