@@ -52,7 +52,7 @@ class _Reserved:
         return fits and not rest and bool(first + past.shape[self.dim] == self.used)
 
     def claimed(self, past: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor | None:
-        """Claim `count` entries after `past`, for a caller that holds the lock.
+        """Reserve `count` entries after `past`, for a caller that holds the lock.
 
         Returns:
             `past` and these entries, which are not written yet; None if `past` is not the latest, or has no room.
@@ -101,12 +101,13 @@ def appended(past: Tensor, new: Tensor, dim: int) -> Tensor:
 
 
 def extended(past: Tensor, count: int, dim: int) -> Tensor:
-    """Return `past` and `count` entries along `dim` that the caller has to write at once, without counting the write.
+    """Return what `appended` returns, but with arbitrary values in the `count` new entries.
 
-    It is what `appended` returns but for the new entries, whose values are arbitrary.
+    The caller must write the new entries before anything reads them, in a way that PyTorch does not count in
+    `_version`, such as by address.
 
     Args:
-        past: plain tensor with at least one value.
+        past: plain tensor, not a view that is expanded along a later axis.
         count: number of new entries, at least one.
         dim: axis of the entries, not negative.
 

@@ -175,9 +175,11 @@ class Bindings:
             else:
                 try:
                     with naming_inputs(gm, args, kwargs):
-                        return cached.run(*args, **kwargs)
+                        value = cached.run(*args, **kwargs)
+                    growing.accepted(key)
+                    return value
                 except OtherInputsError:
-                    growing.drop(key)
+                    growing.refused(key)
                     cached = False
         self._check(gm, args, kwargs)
         with naming_inputs(gm, args, kwargs):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CALL_STATE = 5
 """Number of entries of a kind before those of the inputs, such as the number of threads."""
 _OPEN = "open"
+_MAX_REFUSED = 4
+"""Number of calls in turn that a function does not support after which it is not tried again: each runs twice."""
 
 
 class OtherInputsError(Exception):
@@ -45,6 +47,7 @@ class GrowingKinds:
         self._record, self._bind = record, bind
         self._last: tuple[Kind, Kind] = (), ()  # kind and key of the last call
         self._seen: OrderedDict[Kind, Any] = OrderedDict()  # the kinds of the first call, then the function, or None
+        self._refused: dict[Kind, int] = {}  # number of calls in turn that the function of a key did not support
 
     def bound_for(self, kind: Kind) -> tuple[Kind, Any]:
         """The key of a call, and what is cached for it."""
@@ -82,13 +85,21 @@ class GrowingKinds:
         value, self._seen[key] = self._bind(gm, args, kwargs, of_args | of_kwargs, recorded)
         return value
 
-    def drop(self, key: Kind) -> None:
-        """Bind nothing for a key from now on."""
-        self._seen[key] = False
+    def refused(self, key: Kind) -> None:
+        """Note a call that the function of a key does not support. After several in turn, bind nothing for the key."""
+        self._refused[key] = self._refused.get(key, 0) + 1
+        if self._refused[key] >= _MAX_REFUSED:
+            self._seen[key] = False
+
+    def accepted(self, key: Kind) -> None:
+        """Note a call that the function of a key has run."""
+        if self._refused:
+            self._refused.pop(key, None)
 
     def clear(self) -> None:
         """Forget all functions, since a module has changed."""
         self._seen.clear()
+        self._refused.clear()
 
     def limit(self, capacity: int) -> None:
         """Remove the oldest functions until at most `capacity` are left."""

@@ -13,10 +13,10 @@ from fxq.common.metrics import sqnr
 MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 MIN_ROUNDED_AGREEMENT_DB = 40.0
-"""Minimum SQNR where inputs of layers are rounded: values on the middle between two integers may go to either."""
+"""Minimum SQNR where inputs of layers are rounded: values halfway between two integers may go to either."""
 MIN_JOINED_AGREEMENT_DB = 15.0
-"""Minimum SQNR of a program with attentions that rounds inputs of layers. All layers after a value that goes to the
-other integer differ; the programs between attentions, of which it consists, are compared each on their own before."""
+"""Minimum SQNR of a program with attentions that rounds inputs of layers. If one value goes to the other integer, all
+later layers differ. The programs between attentions, with the same steps, have been compared one by one before."""
 
 
 @dataclass
@@ -31,6 +31,7 @@ class ProgramCheck:
         names: names of these values.
         values: these values, as the graph computes them.
         least: minimum SQNR of each.
+        new: number of last entries of each state, along axis 2, that are compared; None for other values, and for all.
         difference: text about the last value that has less; empty if none has.
     """
 
@@ -38,13 +39,22 @@ class ProgramCheck:
     names: Sequence[str]
     values: list[Tensor]
     least: float
+    new: Sequence[int | None] = ()
     difference: str = ""
 
     def __call__(self, *inputs: Any) -> Any:
         results = self.program(*inputs)
         is_list = isinstance(results, list)
-        for name, value, result in zip(self.names, self.values, results if is_list else [results], strict=True):
-            ratio = sqnr(value, result)
+        new = self.new or [None] * len(self.values)
+        of_program = results if is_list else [results]
+        for name, value, result, count in zip(self.names, self.values, of_program, new, strict=True):
+            is_like = value.shape == result.shape
+            ratio = sqnr(_last(value, count), _last(result, count)) if is_like else float("nan")
             if not ratio >= self.least:  # NaN included
                 self.difference = f"{name}, {ratio:.1f} dB, at least {self.least:.0f} dB were expected"
         return self.values if is_list else self.values[0]
+
+
+def _last(value: Tensor, count: int | None) -> Tensor:
+    """Last entries of a value along axis 2; None: all of it."""
+    return value if count is None else value[:, :, -count:]

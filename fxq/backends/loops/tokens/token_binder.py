@@ -165,6 +165,10 @@ class TokenBinder(Binder):
         """Function whose programs also append to states and attend to them; None if no attention becomes a step."""
         self.joins = True
         self._forget(self.checks)
+        for line in self._of_graph:
+            if line.node in self.known:
+                del self.constants[line.writes[0]]
+        self.known = {}
         joined = self.written()
         attend = any(
             isinstance(check.program, TokenProgram) and check.program.attends for check in self.checks.values()
@@ -255,8 +259,8 @@ class TokenBinder(Binder):
         return node in self.fixed and self._is_same(node, "plain")
 
     def _shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Shape of a float32 tensor if it was the same in both calls."""
-        if node.op == "get_attr" or not self._is_same(node, "tensor"):
+        """Shape of a float32 tensor, other than a state, if it was the same in both calls."""
+        if node.op == "get_attr" or is_op(node, "append") or not self._is_same(node, "tensor"):
             return None
         shape, dtype = self.kinds[node][1]
         return shape if dtype == torch.float32 else None
@@ -292,6 +296,7 @@ class TokenBinder(Binder):
             self.rounds = self.rounds or rounds
             of_rounding = MIN_JOINED_AGREEMENT_DB if program.attends else MIN_ROUNDED_AGREEMENT_DB
             name = self._checked(program, results, of_rounding if rounds else MIN_AGREEMENT_DB)
+            self.checks[name].new = [*[None] * len(outputs), *(builder.new_entries(node) for node in builder.states)]
             text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
             yield BoundLine(results[-1], text, reads, writes)
         else:
@@ -303,7 +308,7 @@ class TokenBinder(Binder):
                 yield BoundLine(unchecked[-1], text, reads)
             yield from map(self._attending, nodes.values())
         yield from segment.waiting.values()
-        self.checked.update(builder.inputs, nodes)
+        self.checked.update(builder.inputs, (node for node in nodes if node not in builder.states))
 
     def _is_covered(self, user: fx.Node, nodes: Mapping[fx.Node, BoundLine]) -> bool:
         """Whether a reader of a value needs it no more if a program computes these nodes."""

@@ -42,20 +42,28 @@ def _bind(
         return value, bound
     try:
         difference = _difference(binder, bound, batch, value)
-        joined = None if difference else binder.joined()
-        if joined is not None:
-            difference = _difference(binder, joined, batch, value)
-            if binder.rounds or not difference:
-                return value, bound if difference else joined
     except OtherInputsError:  # gradients, for example
         return Binder(gm, batch, names).bound()
-    if not difference:
+    if difference:
+        _warn(difference)
+        return Binder(gm, batch, names).bound()
+    try:
+        joined = binder.joined()
+        difference = "" if joined is None else _difference(binder, joined, batch, value)
+    except OtherInputsError:
         return value, bound
+    if joined is None or difference:
+        if not binder.rounds and difference:
+            _warn(difference)
+        return value, bound
+    return value, joined
+
+
+def _warn(difference: str) -> None:
     warn(
         f"the compiled programs for single tokens differ from the graph of this model: {difference}. They are "
         "not used, so tokens take longer. Please report the model."
     )
-    return Binder(gm, batch, names).bound()
 
 
 def _difference(binder: TokenBinder, bound: BoundForward, batch: Batch, value: Any) -> str:

@@ -52,7 +52,7 @@ class MaskForm(NamedTuple):
 
 
 @dataclass
-class Varying:
+class GrowingInputs:
     """Inputs of a program that grow from call to call.
 
     Attributes:
@@ -83,7 +83,7 @@ class Varying:
             if type(past) is not Tensor or past.dtype is not torch.float32 or past.requires_grad or past.dim() != 4:
                 raise OtherInputsError
             n, h, length, d = past.shape
-            if n != samples or h != heads or d != depth or not length or past.stride(3) != 1:
+            if n != samples or h != heads or d != depth:
                 raise OtherInputsError
             lengths.append(length + new)
         if any(len({lengths[state] for state in group}) > 1 for group in self.equal):
@@ -108,8 +108,9 @@ class Varying:
         return numbers
 
     def extended(self, pasts: Sequence[Tensor]) -> list[Tensor]:
-        """States with room for the new entries."""
-        return [extended(past, form.new, GROWING_AXIS) for past, form in zip(pasts, self.states, strict=True)]
+        """States with room for the new entries, whose last axis has a stride of 1."""
+        rows = [past if past.stride(3) == 1 else past.contiguous() for past in pasts]
+        return [extended(past, form.new, GROWING_AXIS) for past, form in zip(rows, self.states, strict=True)]
 
 
 class TokenProgram:
@@ -121,7 +122,7 @@ class TokenProgram:
         loops: the module `fxq.backends.loops.code.token_loops`.
         steps: int64 (steps, fields).
         inputs: shapes of the inputs.
-        varying: states and masks, which are further inputs.
+        growing: states and masks, which are further inputs.
         outputs: shapes of the outputs.
         size: bytes of memory for values.
         parts: for a step that is divided among threads, by index: its parts for a number of threads, as pairs of the
@@ -134,15 +135,15 @@ class TokenProgram:
         loops: ModuleType,
         steps: Tensor,
         inputs: Sequence[Any],
-        varying: Varying,
+        growing: GrowingInputs,
         outputs: Sequence[Any],
         size: int,
         parts: Mapping[int, Callable[[int], Sequence[tuple[int, int]]]],
         kept: Any,
     ) -> None:
         self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, kept
-        self._outputs, self._varying = [torch.Size(shape) for shape in outputs], varying
-        numbers = loops.VARYING * (len(varying.states) + len(varying.masks))
+        self._outputs, self._growing = [torch.Size(shape) for shape in outputs], growing
+        numbers = loops.VARYING * (len(growing.states) + len(growing.masks))
         self._bases = ctypes.c_int64 * (2 + len(inputs) + len(outputs) + numbers)
         self._loops, self._steps, self._parts = loops, steps, parts
         self._job, self._threads, self._tables = self._divided(usable_threads())
@@ -161,8 +162,8 @@ class TokenProgram:
         Raises:
             OtherInputsError: an input has another shape or dtype, or needs a gradient.
         """
-        varying, count = self._varying, len(self._inputs)
-        pasts, masks = inputs[count : count + len(varying.states)], inputs[count + len(varying.states) :]
+        growing, count = self._growing, len(self._inputs)
+        pasts, masks = inputs[count : count + len(growing.states)], inputs[count + len(growing.states) :]
         held = []
         for x, shape in zip(inputs[:count], self._inputs, strict=True):
             if x.shape != shape or x.dtype is not torch.float32 or x.requires_grad:
@@ -170,9 +171,9 @@ class TokenProgram:
             held.append(x if x.is_contiguous() else x.contiguous())
         states, numbers = list[Tensor](), list[int]()
         if pasts:
-            lengths = varying.lengths(pasts)
-            numbers = varying.masks_as_integers(masks, lengths)
-            states = varying.extended(pasts)
+            lengths = growing.lengths(pasts)
+            numbers = growing.masks_as_integers(masks, lengths)
+            states = growing.extended(pasts)
             for state, length in zip(states, lengths, strict=True):
                 numbers += state.data_ptr(), length, *state.stride()[:3]
         memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttention
-from fxq.backends.loops.tokens.token_program import GROWING_AXIS, MaskForm, StateForm, TokenProgram, Varying
+from fxq.backends.loops.tokens.token_program import GROWING_AXIS, GrowingInputs, MaskForm, StateForm, TokenProgram
 from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
 from fxq.backends.plain.column_jobs import column_parts
 from fxq.backends.plain.few_rows import FewRowsProduct
@@ -51,7 +51,7 @@ class _Step:
 
     Attributes:
         code: what it computes, such as `token_loops.ADD`.
-        out: where it writes; None: to a state.
+        out: where it writes; None for APPEND.
         operands: what it reads.
         fields: further integers, by `token_loops.TokenField`.
         parts: parts for a number of threads, see `TokenProgram`; None: it is not divided.
@@ -106,7 +106,7 @@ class TokenProgramBuilder:
         self.states: dict[fx.Node, int] = {}
         self.masks: list[fx.Node] = []
         self.linear_count = 0
-        self._varying = Varying()
+        self._growing = GrowingInputs()
         self._factors: list[Tensor] = []
         self._inputs_at: dict[int, fx.Node] = {}
         self._sizes: list[int] = []  # of the buffers
@@ -117,6 +117,10 @@ class TokenProgramBuilder:
     def step_count(self) -> int:
         """Number of steps so far. Views of values take none."""
         return len(self._steps)
+
+    def new_entries(self, node: fx.Node) -> int:
+        """Number of entries that a node appends to a state."""
+        return self._growing.states[self.states[node]].new
 
     def add(self, node: fx.Node) -> bool:
         """Add a node. Returns whether that is possible; if not, nothing has changed."""
@@ -158,6 +162,8 @@ class TokenProgramBuilder:
     def _operand(self, read: Any) -> TokenValue | None:
         """Value of an operand: an earlier one, an input, a weight or a number."""
         if isinstance(read, fx.Node):
+            if read in self.states:
+                return None
             if read in self.values:
                 return self.values[read]
             shape, fixed = self.shape_of(read), self.constant(read)
@@ -268,7 +274,7 @@ class TokenProgramBuilder:
             return False
         self.states[node] = len(self.pasts)
         self.pasts.append(past)
-        self._varying.states.append(StateForm(samples, heads, depth, count))
+        self._growing.states.append(StateForm(samples, heads, depth, count))
         fields = self._fields(SIZES=(samples, heads, count), X_STRIDES=x.strides[:3], ARGUMENT=(depth,))
         self._steps.append(_Step(self.loops.APPEND, None, (x,), fields, states=(self.states[node],)))
         return True
@@ -278,14 +284,14 @@ class TokenProgramBuilder:
         if attention is None or attention.key not in self.states or attention.value not in self.states:
             return None
         query, states = self._operand(attention.query), (self.states[attention.key], self.states[attention.value])
-        forms = [self._varying.states[state] for state in states]
+        forms = [self._growing.states[state] for state in states]
         if query is None or len(query.shape) != 4 or query.strides[3] != 1 or query.shape[2] > MAX_QUERIES:
             return None
         samples, heads, queries, depth = query.shape
         sizes = samples, heads, depth
         if any(form[:3] != sizes for form in forms) or depth % self.loops.TILE_COLUMNS:
             return None
-        self._varying.must_be_equal(*states)
+        self._growing.must_be_equal(*states)
         mask = (
             None if attention.mask is None else self._mask(attention.mask, MaskForm(samples, heads, queries, states[0]))
         )
@@ -301,12 +307,12 @@ class TokenProgramBuilder:
 
     def _mask(self, node: fx.Node, form: MaskForm) -> int:
         """Index of a mask of the program."""
-        for index, (mask, mask_form) in enumerate(zip(self.masks, self._varying.masks, strict=True)):
+        for index, (mask, mask_form) in enumerate(zip(self.masks, self._growing.masks, strict=True)):
             if mask is node and mask_form[:3] == form[:3]:
-                self._varying.must_be_equal(mask_form.state, form.state)
+                self._growing.must_be_equal(mask_form.state, form.state)
                 return index
         self.masks.append(node)
-        self._varying.masks.append(form)
+        self._growing.masks.append(form)
         return len(self.masks) - 1
 
     def _linear(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
@@ -353,7 +359,7 @@ class TokenProgramBuilder:
         inputs = [self.shape_of(node) for node in self.inputs]
         parts = {k: step.parts for k, step in enumerate(self._steps) if step.parts is not None}
         kept = [*self._fixed.values(), *self._factors]
-        return TokenProgram(self.loops, rows, inputs, self._varying, shapes, size, parts, kept)
+        return TokenProgram(self.loops, rows, inputs, self._growing, shapes, size, parts, kept)
 
     def _indices(self, step: _Step, outputs: int) -> dict[int, int]:
         """Where the integers of the states and of the mask of a step are among the bases."""
@@ -365,7 +371,7 @@ class TokenProgramBuilder:
         """Base and offset of each buffer, and the bytes of the workspace."""
         placed = {*of_buffer, *self._fixed, *self._inputs_at}
         touched = [{v.buffer for v in (step.out, *step.operands) if v} - placed for step in self._steps]
-        offsets, size = _reused(self._sizes, touched)
+        offsets, size = workspace_offsets(self._sizes, touched)
         places = list[Place]()
         for buffer in range(len(self._sizes)):
             if buffer in self._fixed:
@@ -379,7 +385,7 @@ class TokenProgramBuilder:
         return places, size
 
 
-def _reused(sizes: Sequence[int], touched: Sequence[set[int]]) -> tuple[dict[int, int], int]:
+def workspace_offsets(sizes: Sequence[int], touched: Sequence[set[int]]) -> tuple[dict[int, int], int]:
     """Offset of each buffer in a workspace, and its bytes. A buffer takes memory that no later step needs.
 
     Args:

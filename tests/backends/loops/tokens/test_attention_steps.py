@@ -7,8 +7,8 @@ from torch import nn
 
 import fxq
 from fxq.backends.loops.code.compiler import loops
-from fxq.backends.loops.tokens.token_program import MaskForm, StateForm, Varying
-from fxq.backends.loops.tokens.token_program_builder import _reused
+from fxq.backends.loops.tokens.token_program import GrowingInputs, MaskForm, StateForm, TokenProgram
+from fxq.backends.loops.tokens.token_program_builder import workspace_offsets
 from fxq.runtime.growing import OtherInputsError
 from tests.backends.loops.tokens.test_token_binder import call, programs
 from tests.support.bound import plain
@@ -82,7 +82,7 @@ def test_two_layers_with_masks_are_one_program():
     codes = program._steps[:, 0].tolist()
     module = loops("token_loops")
     assert (codes.count(module.ATTEND), codes.count(module.APPEND), codes.count(module.LINEAR)) == (2, 4, 8)
-    assert len(program._varying.masks) == 1  # both layers repeat one mask
+    assert len(program._growing.masks) == 1  # both layers repeat one mask
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of seven tokens in turn
 
@@ -150,25 +150,93 @@ def test_states_that_a_recipe_stores_in_integers_stay_out_of_programs():
 
 
 def test_forms_of_states_and_masks_are_checked():
-    varying = Varying([StateForm(1, 2, 4, 1)] * 3, [MaskForm(1, 2, 1, 0)])
-    varying.must_be_equal(0, 1)
+    growing = GrowingInputs([StateForm(1, 2, 4, 1)] * 3, [MaskForm(1, 2, 1, 0)])
+    growing.must_be_equal(0, 1)
     ok = [torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 3, 4)]
-    assert varying.lengths(ok) == [6, 6, 4]
-    varying.must_be_equal(1, 2)
-    assert varying.equal == [{0, 1, 2}]
+    assert growing.lengths(ok) == [6, 6, 4]
+    growing.must_be_equal(1, 2)
+    assert growing.equal == [{0, 1, 2}]
     wrong = [ok, [ok[0].double(), *ok[1:]], [ok[0][0], *ok[1:]], [ok[0][:, :, :0], *ok[1:]], [ok[0][:, :1], *ok[1:]]]
     for pasts in wrong:
         with pytest.raises(OtherInputsError):
-            varying.lengths(pasts)
-    assert varying.masks_as_integers([torch.ones(1, 1, 1, 6, dtype=torch.bool)], [6])[1:] == [6, 0, 6, 1]
+            growing.lengths(pasts)
+    assert growing.masks_as_integers([torch.ones(1, 1, 1, 6, dtype=torch.bool)], [6])[1:] == [6, 0, 6, 1]
     for mask in (torch.ones(1, 1, 1, 6), torch.ones(1, 1, 1, 5, dtype=torch.bool)):
         with pytest.raises(OtherInputsError):
-            varying.masks_as_integers([mask], [6])
+            growing.masks_as_integers([mask], [6])
 
 
-def test_memory_is_reused_after_the_last_reader():
-    offsets, size = _reused([16, 16, 16, 100], [{0}, {0, 1}, {1, 2}, {2, 3}])
+def test_memory_isworkspace_offsets_after_the_last_reader():
+    offsets, size = workspace_offsets([16, 16, 16, 100], [{0}, {0, 1}, {1, 2}, {2, 3}])
     assert offsets == {0: 0, 1: 64, 2: 0, 3: 128} and size == 128 + 448
     for k, buffers in enumerate([{0}, {0, 1}, {1, 2}, {2, 3}]):
         places = [offsets[buffer] for buffer in buffers]
         assert len(set(places)) == len(places), k
+
+
+class ReadsItsState(nn.Module):
+    """Attention whose result is multiplied by a function of the keys after the new entry."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(64, 64), function
+
+    def forward(self, x, keys):
+        keys = torch.cat([keys, self.layer(x)[:, None]], 2)
+        y = F.scaled_dot_product_attention(self.layer(x)[:, None], keys, keys)
+        return self.layer(y[:, 0]) * self.function(keys), keys
+
+
+FUNCTIONS = {
+    "length": lambda keys: keys.shape[2],
+    "length after an op of no program": lambda keys: torch.fft.rfft(keys).real.mean() * keys.shape[2],
+    "values": lambda keys: (keys * 2.0).unsqueeze(2).mean((1, 2, 3)),
+    "transposed": lambda keys: keys.transpose(1, 2).unsqueeze(1)[:, 0, :1, 0],
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@torch.no_grad()
+def test_a_state_that_other_ops_read(function):
+    """Also after calls with states of one length, and of one layout in every other call."""
+    torch.manual_seed(0)
+    example = torch.randn(1, 1, 64), torch.randn(1, 1, 9, 64)
+    qmodel = fxq.quantize(ReadsItsState(function).eval(), "weight_only", example_inputs=example)
+    x, keys = example
+    other = keys.transpose(2, 3).contiguous().transpose(2, 3)
+    for state in (keys, other, keys, other, keys, keys, keys, torch.randn(1, 1, 12, 64), torch.randn(1, 1, 13, 64)):
+        for ours, theirs in zip(qmodel(x, state), plain(qmodel, x, state), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # float32 rounding
+
+
+@pytest.mark.parametrize("odd", ["empty", "other strides", "float16"])
+@torch.no_grad()
+def test_programs_stay_after_an_odd_call(odd):
+    qmodel = quantized()
+    generated(qmodel, call)
+    held = states(0) if odd == "empty" else states(9)
+    if odd == "other strides":
+        held = [state.transpose(2, 3).contiguous().transpose(2, 3) for state in held]
+    if odd == "float16":
+        held = [state.half() for state in held]
+    args = (*token(held[0].shape[2]), *held)
+    for ours, theirs in zip(qmodel(*args), plain(qmodel, *args), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding
+    generated(qmodel, call)
+    assert any(program.attends for program in programs(qmodel))
+
+
+def test_a_state_without_its_new_entry_is_noticed(monkeypatch):
+    """Although the entries before it are right: those of a long cache hide a wrong one."""
+    run = TokenProgram.__call__
+
+    def run_without_writing(self, *values):
+        results = run(self, *values)
+        for state in results[-len(self._growing.states) :] if self.attends else ():
+            state[:, :, -1:] = 0
+        return results
+
+    monkeypatch.setattr(TokenProgram, "__call__", run_without_writing)
+    qmodel = quantized(fxq.Recipe.dynamic(optimize="coverage"))
+    generated(qmodel, call, past=90)
+    assert programs(qmodel) and not any(program.attends for program in programs(qmodel))

@@ -97,7 +97,7 @@ def programs(qmodel):
 
 def arguments(program, past=9):
     """Random inputs of a program, states of this length included."""
-    states = [torch.randn(form.samples, form.heads, past, form.depth) for form in program._varying.states]
+    states = [torch.randn(form.samples, form.heads, past, form.depth) for form in program._growing.states]
     return [*(torch.randn(shape) for shape in program._inputs), *states]
 
 
