@@ -39,11 +39,13 @@ class GrowingKinds:
 
     Args:
         record: runs a graph, and returns its outputs and the kinds of its values.
-        bind: runs a graph, and returns its outputs and a bound function. It gets the names of the open inputs and the
-            kinds of an earlier call, in which only open inputs had other kinds.
+        bind: runs a graph, and returns its outputs and a bound function; None to try again in the next call. It gets
+            the names of the open inputs and the kinds of an earlier call, in which only open inputs had other kinds.
     """
 
-    def __init__(self, record: Callable[..., tuple[Any, Any]], bind: Callable[..., tuple[Any, BoundForward]]) -> None:
+    def __init__(
+        self, record: Callable[..., tuple[Any, Any]], bind: Callable[..., tuple[Any, BoundForward | None]]
+    ) -> None:
         self._record, self._bind = record, bind
         self._last: tuple[Kind, Kind] = (), ()  # kind and key of the last call
         self._seen: OrderedDict[Kind, Any] = OrderedDict()  # the kinds of the first call, then the function, or None
@@ -82,7 +84,8 @@ class GrowingKinds:
         entries = key[CALL_STATE:]
         of_args = {name for name, entry in zip(names, entries[: len(args)], strict=False) if entry is _OPEN}
         of_kwargs = {str(entry[0]) for entry in entries[len(args) :] if isinstance(entry, tuple) and entry[1] is _OPEN}
-        value, self._seen[key] = self._bind(gm, args, kwargs, of_args | of_kwargs, recorded)
+        value, bound = self._bind(gm, args, kwargs, of_args | of_kwargs, recorded)
+        self._seen[key] = recorded if bound is None else bound
         return value
 
     def refused(self, key: Kind) -> None:

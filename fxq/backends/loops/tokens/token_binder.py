@@ -85,7 +85,7 @@ class TokenBinder(Binder):
         self, gm: fx.GraphModule, batch: Batch, open_inputs: frozenset[str], earlier: Mapping[fx.Node, RecordedKind]
     ) -> None:
         super().__init__(gm, batch, open_inputs)
-        self.earlier = earlier
+        self.open_inputs, self.earlier = open_inputs, earlier
         self.kinds = {node: value_kind(value) for node, value in self.values.items()}
         self.products: dict[fx.Node, TokenProduct] = {}
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls

@@ -1,5 +1,8 @@
 """Programs that append to states and attend to them: masks, groups of queries, inputs of other kinds."""
 
+import itertools
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ import fxq
 from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_program import GrowingInputs, MaskForm, StateForm, TokenProgram
 from fxq.backends.loops.tokens.token_program_builder import workspace_offsets
+from fxq.common.metrics import sqnr
 from fxq.runtime.growing import OtherInputsError
 from tests.backends.loops.tokens.test_token_binder import call, programs
 from tests.support.bound import plain
@@ -203,13 +207,13 @@ def test_a_state_that_other_ops_read(function):
     example = torch.randn(1, 1, 64), torch.randn(1, 1, 9, 64)
     qmodel = fxq.quantize(ReadsItsState(function).eval(), "weight_only", example_inputs=example)
     x, keys = example
-    other = keys.transpose(2, 3).contiguous().transpose(2, 3)
-    for state in (keys, other, keys, other, keys, keys, keys, torch.randn(1, 1, 12, 64), torch.randn(1, 1, 13, 64)):
+    in_columns = keys.transpose(2, 3).contiguous().transpose(2, 3)
+    for state in (keys, in_columns, keys, other, keys, keys, keys, torch.randn(1, 1, 12, 64), torch.randn(1, 1, 13, 64)):
         for ours, theirs in zip(qmodel(x, state), plain(qmodel, x, state), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # float32 rounding
 
 
-@pytest.mark.parametrize("odd", ["empty", "other strides", "float16"])
+@pytest.mark.parametrize("odd", ["empty", "in_columns strides", "float16"])
 @torch.no_grad()
 def test_programs_stay_after_an_odd_call(odd):
     qmodel = quantized()
@@ -240,3 +244,21 @@ def test_a_state_without_its_new_entry_is_noticed(monkeypatch):
     qmodel = quantized(fxq.Recipe.dynamic(optimize="coverage"))
     generated(qmodel, call, past=90)
     assert programs(qmodel) and not any(program.attends for program in programs(qmodel))
+
+
+def test_a_program_that_differs_in_some_calls_only_is_used(monkeypatch):
+    """As where a value halfway between two integers goes to the other one, which differs from call to call."""
+    run, calls = TokenProgram.__call__, itertools.count()
+
+    def run_differently(self, *values):
+        results, number = run(self, *values), next(calls)
+        return [y * 1.05 for y in results] if number < 2 else results  # 26 dB
+
+    monkeypatch.setattr(TokenProgram, "__call__", run_differently)
+    qmodel = quantized(fxq.Recipe.dynamic(optimize="coverage"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, wanted = generated(qmodel, call), generated(qmodel, plain)
+    assert any(program.attends for program in programs(qmodel))
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
