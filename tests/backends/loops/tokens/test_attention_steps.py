@@ -208,12 +208,22 @@ def test_a_state_that_other_ops_read(function):
     qmodel = fxq.quantize(ReadsItsState(function).eval(), "weight_only", example_inputs=example)
     x, keys = example
     in_columns = keys.transpose(2, 3).contiguous().transpose(2, 3)
-    for state in (keys, in_columns, keys, other, keys, keys, keys, torch.randn(1, 1, 12, 64), torch.randn(1, 1, 13, 64)):
+    for state in (
+        keys,
+        in_columns,
+        keys,
+        in_columns,
+        keys,
+        keys,
+        keys,
+        torch.randn(1, 1, 12, 64),
+        torch.randn(1, 1, 13, 64),
+    ):
         for ours, theirs in zip(qmodel(x, state), plain(qmodel, x, state), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # float32 rounding
 
 
-@pytest.mark.parametrize("odd", ["empty", "in_columns strides", "float16"])
+@pytest.mark.parametrize("odd", ["empty", "other strides", "float16"])
 @torch.no_grad()
 def test_programs_stay_after_an_odd_call(odd):
     qmodel = quantized()
