@@ -202,13 +202,19 @@ def search_bits(
     alike = [name for name in SPECS if 8 * sum(w.sizes[name] for w in weights) <= budget * total]
     best = min(alike, key=lambda name: sum(w.noise[name] for w in weights), default="")
     uniform = [([best] * len(weights), [w.sizes[best] for w in weights])] if best else []
-    choices = [_fitting(trials, recipe, by_key, budget * total / 8), *uniform]
-    score, *others = trials.scores([_recipe(recipe, weights, names) for names, _ in choices], executor, advance)
-    if others and rank(others[0]) > rank(score):
-        choices, score = uniform, others[0]
-    chosen, sizes = choices[0]
+    try:
+        choices = [_fitting(trials, recipe, by_key, budget * total / 8), *uniform]
+    except InputError:
+        if not uniform:
+            raise
+        choices = uniform
+    scores = trials.scores([_recipe(recipe, weights, names) for names, _ in choices], executor, advance)
+    uniform_score = scores[-1] if uniform else math.nan
+    (chosen, sizes), score = choices[0], scores[0]
+    if uniform and rank(uniform_score) > rank(score):
+        (chosen, sizes), score = uniform[0], uniform_score
     rows = tuple(_row(recipe, *parts) for parts in zip(weights, chosen, sizes, strict=True))
-    bits, uniform_score = 8 * sum(sizes) / total, others[0] if others else math.nan
+    bits = 8 * sum(sizes) / total
     return BitsResult(rows, _recipe(recipe, weights, chosen), bits, budget, score, best, uniform_score)
 
 

@@ -20,9 +20,11 @@ CHUNK = 32
 
 _TILES_AHEAD = 3
 """Distance of prefetches: a tile fetches into the second-level cache what is read this many tiles later."""
-_SHORT_ROW_BYTES, _BYTES_AHEAD = 2048, 8192
-"""Rows of the weight with fewer bytes are fetched in the order of memory, this distance ahead: a tile reads several of
-them in turn, an order that CPUs do not foresee within a page."""
+_SHORT_ROW_BYTES = 2048
+"""Rows of the weight with fewer bytes are fetched in the order of memory. A tile reads some rows in turn, an order that
+CPUs do not foresee where the rows share a page."""
+_BYTES_AHEAD = 8192
+"""Distance of the prefetches of short rows."""
 
 
 class FewRows(NamedTuple):
@@ -37,7 +39,8 @@ class FewRows(NamedTuple):
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
         chunks: Number of chunks of a row.
         span: Number of chunks with the same scales. The last span of a row may be shorter.
-        places: Address of int32: bytes from the first scale of a row to that of each span; for 4-bit values, two each.
+        places: Address of int32: bytes from the first scale of a row to that of each span; for 4-bit values to two,
+            one for the low and one for the high bits.
         scale: Address of the scales of the first row, float32.
         scales: Number of scales of a row.
         offset: Address of the offsets of the first row, float32, one per scale. Each is multiplied by its sum in

@@ -163,7 +163,7 @@ class QuantizeStep(ProgramStep):
 class PointwiseStep(ProgramStep):
     """Step that computes a function of each element of one value, or of two.
 
-    The second value may have one pixel for all, or one channel for all.
+    The second value may be broadcast over pixels or over channels.
     """
 
     x: Area = field(kw_only=True)

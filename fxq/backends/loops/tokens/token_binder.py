@@ -311,7 +311,7 @@ class TokenBinder(Binder):
         self.checked.update(builder.inputs, (node for node in nodes if node not in builder.states))
 
     def _is_covered(self, user: fx.Node, nodes: Mapping[fx.Node, BoundLine]) -> bool:
-        """Whether a reader of a value needs it no more if a program computes these nodes."""
+        """Whether a reader of a value needs no tensor if a program computes these nodes."""
         if user in nodes or _reads_metadata(user):
             return True
         return _is_rounding(self.gm, user) and all(self._is_covered(reader, nodes) for reader in user.users)
