@@ -18,7 +18,6 @@ that are missing are listed as not installed.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import time
 from collections import defaultdict
@@ -94,11 +93,7 @@ def _model_table(arguments: argparse.Namespace, clock: Clock) -> Numbers:
         rows.append([name, speed, ratios[0], share, arguments.prefill / prefill, ratios[1], loss])
         for phase, ratio, rate in zip(("decode", "prefill"), ratios, (speed, arguments.prefill / prefill), strict=True):
             numbers += [(name, f"{phase}, times float32", ratio, "times"), (name, f"{phase}, speed", rate, "tokens/s")]
-        numbers += [
-            (name, what, number, "")
-            for what, number in (("share of a plain read", share), ("perplexity", loss))
-            if not math.isnan(number)
-        ]
+        numbers += [(name, "share of a plain read", share, ""), (name, "perplexity", loss, "")]
     if arguments.model is None and "llama.cpp Q4_1".startswith(tuple(arguments.only)):
         speeds = _made(lambda: llama_cpp(tokenizer.decode(ids[0]), arguments.tokens, clock=clock))
         if isinstance(speeds, dict):
