@@ -51,43 +51,35 @@ class _ComparedBindings:
         earlier: Mapping[fx.Node, RecordedKind],
     ) -> tuple[Any, BoundForward | None]:
         """Run the graph and return its outputs, and the function; None if another call has to decide about it."""
-        value, bound = self._compared(gm, args, kwargs, open_inputs, earlier)
-        if bound is not None:
-            self._agreements.clear()
-        return value, bound
-
-    def _compared(
-        self,
-        gm: fx.GraphModule,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        open_inputs: set[str],
-        earlier: Mapping[fx.Node, RecordedKind],
-    ) -> tuple[Any, BoundForward | None]:
-        batch, names = Batch(args, dict(kwargs)), frozenset(open_inputs)
-        binder = TokenBinder(gm, batch, names, earlier)
+        batch = Batch(args, dict(kwargs))
+        binder = TokenBinder(gm, batch, frozenset(open_inputs), earlier)
         value, bound = binder.bound()
-        if not binder.uses_loops:
-            return value, bound
+        chosen = self._chosen(binder, bound, batch, value) if binder.uses_loops else bound
+        if chosen is not None:
+            self._agreements.clear()
+        return value, chosen
+
+    def _chosen(self, binder: TokenBinder, bound: BoundForward, batch: Batch, value: Any) -> BoundForward | None:
+        """Function whose programs agree with the graph; None if another call has to decide. See `_compare`."""
         try:
             difference, may_pass = self._compare(binder, bound, batch, value)
         except OtherInputsError:  # gradients, for example
-            return Binder(gm, batch, names).bound()
+            return Binder(binder.gm, batch, binder.open_inputs).bound()[1]
         if difference:
             if may_pass:
-                return value, None
+                return None
             _warn(difference)
-            return Binder(gm, batch, names).bound()
+            return Binder(binder.gm, batch, binder.open_inputs).bound()[1]
         try:
             joined = binder.joined()
             if joined is None:
-                return value, bound
+                return bound
             difference, may_pass = self._compare(binder, joined, batch, value)
         except OtherInputsError:
-            return value, bound
+            return bound
         if difference and not binder.rounds:
             _warn(difference)
-        return value, (joined if not difference else None if may_pass else bound)
+        return joined if not difference else None if may_pass else bound
 
     def _compare(self, binder: TokenBinder, bound: BoundForward, batch: Batch, value: Any) -> tuple[str, bool]:
         """Run a bound function and compare its outputs, and the results of its programs, with those of the graph.
