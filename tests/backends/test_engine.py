@@ -264,7 +264,8 @@ def test_prices_come_from_the_engines_own_profiler(name):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         q = fxq.quantize(model, fxq.Recipe.static(backend=name), data=[x])
-    assert not [message for message in told(heard) if not message.startswith(OF_THE_MACHINE)]
+    of_the_machine = (OF_THE_MACHINE, "nothing runs on integers")  # as a busy one may be faster in float
+    assert not [message for message in told(heard) if not message.startswith(of_the_machine)]
     convs = q.ledger.where(op="conv2d")
     assert len(convs) == 3 and all(entry.float_us > 0 and entry.int8_us > 0 for entry in convs)
 
