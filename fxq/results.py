@@ -18,7 +18,7 @@ from fxq.quant.one_tensor import QuantizationNoise
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.report.profile import Profile
 from fxq.tuning.bisection import Bisection
-from fxq.tuning.bits import BitsResult
+from fxq.tuning.bits_result import BitsResult
 from fxq.tuning.search_result import SearchResult
 from fxq.tuning.sensitivity import Sensitivity
 from fxq.workflow.observed_model import ObservedModel

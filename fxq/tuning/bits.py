@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +15,6 @@ from torch import fx
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import Agreement
-from fxq.display.queryable import Rows, decibels, layer_text
-from fxq.display.tables import Column, Part, text
 from fxq.errors import InputError
 from fxq.graph.info import info, precision_of
 from fxq.graph.program import IsolatedGraph
@@ -30,6 +28,7 @@ from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import on_samples
 from fxq.quant.spec import FLOAT, TensorSpec, weight_spec
 from fxq.recipe.recipe import Recipe
+from fxq.tuning.bits_result import BitsResult, WeightBits
 from fxq.tuning.trials import Trials
 from fxq.tuning.tunable_layer import TunableLayer, layer_of
 
@@ -55,78 +54,6 @@ _NEAREST = "rounded to nearest"
 """Key of the error of a weight in the measured spec without `gptq`."""
 _MAX_SAMPLES = 16
 """Number of samples for the errors of layers."""
-
-
-@dataclass(frozen=True)
-class WeightBits:
-    """Weight of a model, with the spec that was chosen for it.
-
-    Attributes:
-        name: name of its first layer in the graph.
-        path: module path of this layer.
-        op: ops of this layer.
-        spec: name of the chosen spec.
-        bits: bits per value, scales and zero points included.
-        values: number of values.
-        sqnr: dB of the model's output against the float model's if only this weight were rounded to nearest, with 4
-            bits in blocks of 64.
-        line: line of a recipe that gives it the spec, as Python.
-    """
-
-    name: str
-    path: str
-    op: str
-    spec: str
-    bits: float
-    values: int
-    sqnr: float
-    line: str
-
-
-@dataclass(frozen=True, repr=False)
-class BitsResult(Rows[WeightBits]):
-    """Result of `fxq.search` with a budget: one row per weight, in execution order. `print` shows a table.
-
-    Attributes:
-        entries: the rows.
-        recipe: the recipe with these specs, for `fxq.quantize`.
-        bits: mean number of bits per value, scales and zero points included, if the model is quantized with the data
-            of the search. Without data, `gptq` does not run, and tiny scales of blocks may take float32.
-        budget: largest mean that was allowed.
-        score: dB of the output with the recipe; with a metric, its value.
-        uniform: name of the best spec that fits the budget if all weights have it; empty if none does.
-        uniform_score: its score; NaN if there is none.
-    """
-
-    entries: tuple[WeightBits, ...]
-    recipe: Recipe
-    bits: float
-    budget: float
-    score: float
-    uniform: str = ""
-    uniform_score: float = float("nan")
-    _name: ClassVar[str] = "bits"
-    _key: ClassVar[str] = "weights"
-
-    def _facts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("bits", "budget", "score", "uniform", "uniform_score")}
-
-    def _short(self) -> str:
-        alike = f"; {self.uniform_score:.4g} with {self.uniform} for all" if self.uniform else ""
-        return f"{self.bits:.2f} bits per weight of at most {self.budget:g}, score {self.score:.4g}{alike}"
-
-    def _parts(self) -> list[Part]:
-        return [self._table(_COLUMNS), text(self._short())]
-
-
-_COLUMNS: dict[Column, Callable[[WeightBits], str]] = {
-    Column("weight", give="start"): lambda e: layer_text(e.name, e.path),
-    Column("op"): lambda e: e.op,
-    Column("spec"): lambda e: e.spec,
-    Column("bits", "right"): lambda e: f"{e.bits:.2f}",
-    Column("values", "right", drop=1): lambda e: f"{e.values:,}",
-    Column("alone dB", "right"): lambda e: decibels(e.sqnr),
-}
 
 
 @dataclass

@@ -19,7 +19,8 @@ from fxq.errors import InputError, RecipeError, TraceError
 from fxq.model import QuantizedModel
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.tuning.bisection import Bisection, blamed
-from fxq.tuning.bits import BitsResult, bits_of, search_bits, with_fewest_bits
+from fxq.tuning.bits import bits_of, search_bits, with_fewest_bits
+from fxq.tuning.bits_result import BitsResult
 from fxq.tuning.parts_trials import PartsTrials
 from fxq.tuning.search import Search
 from fxq.tuning.search_result import SearchResult
