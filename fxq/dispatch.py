@@ -37,7 +37,7 @@ from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
 from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model, trainable_model
-from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
+from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe, without_slow
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.programs import check_alone, example_of_one_graph, examples_of, needs_programs, quantize_programs
 from fxq.workflow.steps import float_reference
@@ -95,6 +95,8 @@ def quantize_model(
     observed = run or ranks.together(lambda: prepared_for_recipe(model, recipe, examples[-1]))
     observed.manager.context.progress = progress
     if data is not None:
+        if ranks.size == 1 and checkpoint is None:  # which must calibrate the same models in each process and run
+            observed = without_slow(observed)
         calibration = Calibration(observed, ranks, checkpoint, EVERY, progress, few=not observed.calibrated)
         calibration.run(chain(first, stream), length_of(data) if observed.calibrated else None)
     elif observed.calibrated:

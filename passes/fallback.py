@@ -222,8 +222,9 @@ def _quickest_cut(
 ) -> tuple[set[Key], set[fx.Node]]:
     """Time whole graphs end to end: the chosen mix, all on integers, and all in float. Returns the fastest of the cuts.
 
-    A cut is the ops on integers, and the idle ones, see `_drop_idle`. Equal cuts are timed once. All in float is not
-    timed if it is clearly slower than all on integers by prices: these add up, as the engine has profiled both graphs.
+    A cut is the ops on integers, and the idle ones, see `_drop_idle`. Equal cuts are timed once. Prices add up, as the
+    engine has profiled both graphs: by these, a mix must gain over all on integers to be timed, and float may not be
+    clearly slower.
 
     Args:
         rewriter: rewriter of the graph, which is timed in copies.
@@ -232,12 +233,12 @@ def _quickest_cut(
         chosen: the cut that is fastest by prices.
     """
     all_integers = {op.key for op in ops}
-    cuts = [(all_integers, _drop_idle(all_integers, values, rewriter.nodes())), chosen, (set[Key](), chosen[1])]
+    cuts = [(all_integers, _drop_idle(all_integers, values, rewriter.nodes()))]
     priced = [op for op in ops if op.source]
-    all_integers_seconds, float_seconds = (seconds_of(cut, priced, values) for cut, _ in (cuts[0], cuts[2]))
-    if float_seconds > MAX_FLOAT_RATIO * all_integers_seconds:
-        cuts.pop()
-    cuts = [cut for i, cut in enumerate(cuts) if cut not in cuts[:i]]
+    longest = seconds_of(all_integers, priced, values)
+    for cut, limit in ((chosen, longest / MIN_PRICED_GAIN), ((set[Key](), chosen[1]), MAX_FLOAT_RATIO * longest)):
+        if cut not in cuts and seconds_of(cut[0], priced, values) <= limit:
+            cuts.append(cut)
     changes = [partial(move_to_float, [op.key for op in ops if op.key not in cut]) for cut, _ in cuts]
     return cuts[quickest(rewriter.gm, rewriter.context, changes) if len(cuts) > 1 else 0]
 
@@ -335,6 +336,8 @@ def _record(rewriter: Rewriter, node: fx.Node, cost: Cost) -> None:
     rewriter.describe(node, plan=replace(plan, cost=cost))
 
 
+MIN_PRICED_GAIN = 1.05
+"""Speedup of a mix over all ops on integers, by prices, from which it is timed."""
 MAX_FLOAT_RATIO = 2.0
 """Time of all ops in float relative to all on integers, by prices, above which float is not timed."""
 DECIDED = "the recipe's decisions say float"

@@ -318,7 +318,7 @@ def profile_runs() -> Iterator[None]:
             yield
 
 
-PROFILE_SECONDS, MIN_PROFILE_RUNS, MAX_PROFILE_RUNS = 0.5, 4, 20
+PROFILE_SECONDS, MIN_PROFILE_RUNS, MAX_PROFILE_RUNS = 0.25, 4, 20
 
 
 def import_engine(package: str) -> Any:

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
-SECONDS, MAX_ROUNDS = 0.7, 30
-"""Seconds and number after which no further round starts. A slower call has one round, which follows a warm-up call."""
+SECONDS, SHORTEST_SECONDS, MAX_ROUNDS = 0.7, 0.35, 30
+"""Seconds and number after which no further round starts; shortest times need fewer rounds than medians. A slower call
+has one round, which follows a warm-up call."""
 MIN_ROUNDS, MAX_SECONDS = 3, 4.0
 """Smallest number of rounds for shortest times, since first calls of large models are slower, and the seconds after
 which there may be fewer."""
@@ -66,7 +67,7 @@ def interleaved(
         shortest: return the shortest time of each call instead, which other programs slow down least; on one thread, in
             CPU time. In its turn, a call is then repeated for up to `TURN_SECONDS`.
     """
-    turn = min(TURN_SECONDS, SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
+    turn = min(TURN_SECONDS, SHORTEST_SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
     now = clock(every_thread=True) if shortest else time.perf_counter
     times = times_in_turns(calls, rounds(MIN_ROUNDS if shortest else 1), now, wait, turn)
     return {name: 1e6 * min(seconds) if shortest else median(seconds) for name, seconds in times.items()}
@@ -107,15 +108,18 @@ def rounds(min_rounds: int = 1, seconds: float | None = None) -> Iterator[int]:
 
     Args:
         min_rounds: minimum number of rounds.
-        seconds: seconds after which no further round starts. None: `SECONDS`, with at most `MAX_ROUNDS` rounds, and
-            with less than `min_rounds` after `MAX_SECONDS`.
+        seconds: seconds after which no further round starts. None: `SECONDS`, or `SHORTEST_SECONDS` with several
+            rounds at least; then there are at most `MAX_ROUNDS`, and less than `min_rounds` after `MAX_SECONDS`.
     """
     start = time.perf_counter()
     max_seconds = MAX_SECONDS if seconds is None else math.inf
-    for i in range(1, MAX_ROUNDS + 1) if seconds is None else itertools.count(1):
+    counts = range(1, MAX_ROUNDS + 1) if seconds is None else itertools.count(1)
+    if seconds is None:
+        seconds = SECONDS if min_rounds == 1 else SHORTEST_SECONDS
+    for i in counts:
         yield i - 1
         spent = time.perf_counter() - start
-        if spent >= (SECONDS if seconds is None else seconds) and (i >= min_rounds or spent >= max_seconds):
+        if spent >= seconds and (i >= min_rounds or spent >= max_seconds):
             return
 
 

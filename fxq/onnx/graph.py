@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 import fxq.onnx.assignment_nodes
 import fxq.onnx.conversion_nodes
@@ -46,6 +49,8 @@ from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.varying_sizes import python_dispatch
 from fxq.onnx.writer import OP_WRITERS, Value, Writer
 from fxq.ops.table import Op
+
+log = logging.getLogger("fxq")
 
 NodeValues = dict[fx.Node, Any]
 """Values of nodes: `Value`, number, or a sequence of these."""
@@ -208,7 +213,7 @@ def _like(writer: Writer, op: Op, args: Any, options: Any) -> Tensor:
     leaves, spec = tree_flatten((args, options))
     if writer.sizes is None and not any(isinstance(leaf, slice) for leaf in leaves):
         layouts = (_Layout(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        return _like_of_layouts(op.target, torch.get_default_dtype(), spec, *layouts)
+        return _like_of_layouts(op, torch.get_default_dtype(), spec, *layouts)
     with _computing(writer):
         result: Tensor = op.target(*args, **options)
     return result
@@ -221,22 +226,51 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    def zeros(self, device: str) -> Tensor:
+        """Tensor of zeros with this layout, whose elements may share memory."""
+        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        zeros = torch.zeros(0 if 0 in self.shape else size, dtype=self.dtype, device=device)
+        return zeros.as_strided(self.shape, self.strides)
+
 
 @lru_cache(maxsize=4096, typed=True)
-def _like_of_layouts(target: Callable[..., Tensor], default: torch.dtype, spec: TreeSpec, *leaves: Any) -> Tensor:
+def _like_of_layouts(op: Op, default: torch.dtype, spec: TreeSpec, *leaves: Any) -> Tensor:
     """Result of an op on the meta device, cached: PyTorch computes it in slow Python code, and nodes are written often.
 
+    Where arithmetic is cheap, it runs on the CPU: the first of many meta kernels imports `torch._dynamo`, for seconds.
+    Convolutions and products without a bias have other kernels.
+
     Args:
-        target: function of the op.
+        op: the op.
         default: default dtype, which the results of some ops have.
         spec: structure of its arguments and options.
         leaves: arguments and options, with layouts in place of tensors.
     """
-    values = [
-        torch.empty_strided(*x[:2], dtype=x.dtype, device="meta") if isinstance(x, _Layout) else x for x in leaves
-    ]
+    leaves = (*leaves[:2], None) if op.name == "linear" and len(leaves) == 3 else leaves
+    elements = sum(math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, _Layout))
+    is_cheap = elements <= (MAX_COMPUTED if op.macs is None else MAX_MULTIPLIED)
+    if is_cheap and not op.traits.weight and "torch._dynamo" not in sys.modules:
+        try:
+            return tree_map(_on_meta_device, _result(op, "cpu", spec, leaves))
+        except Exception as error:  # for its values, which are zeros
+            log.debug("%s does not run on zeros: %s", op.name, error)
+    return _result(op, "meta", spec, leaves)
+
+
+MAX_COMPUTED, MAX_MULTIPLIED = 1 << 24, 1 << 20
+"""Number of elements of the arguments of an op up to which it runs on the CPU to get the layout of its result, and that
+for products of activations."""
+
+
+def _result(op: Op, device: str, spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+    """Result of an op on zeros of these layouts."""
+    values = [leaf.zeros(device) if isinstance(leaf, _Layout) else leaf for leaf in leaves]
     args, options = tree_unflatten(values, spec)
-    return target(*args, **options)
+    return op.target(*args, **options)
+
+
+def _on_meta_device(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _computing(writer: Writer) -> AbstractContextManager[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,20 +16,26 @@ from torch import nn
 
 from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
-from fxq.common.data import Batch, device_of
+from fxq.common.data import Batch, device_of, samples_in
 from fxq.common.isolation import copied, without_autocast
 from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns
-from fxq.errors import BackendError, FxqError, InputError, RecipeError, words_of
+from fxq.errors import BackendError, FxqError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import precision_of
 from fxq.graph.text.text_writer import write_graph
 from fxq.ledger.attempts import Attempt, Attempts
 from fxq.model import QuantizedModel
+from fxq.quant.observer_base import Observer
+from fxq.quant.observers import MinMax
 from fxq.recipe.recipe import Recipe
 from fxq.runtime.binding import bind
+from fxq.workflow.estimate import Estimate
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import QdqCache, Trial, all_on_integers, converted, prepared, warn_again
 
 log = logging.getLogger("fxq")
+
+Lower = Callable[[ObservedModel], Trial | None]
+"""Function that lowers an observed model to time it; its result is None if the conversion is as quick."""
 
 
 def prepared_for_recipe(
@@ -57,14 +64,19 @@ def converted_for_recipe(calibrated: ObservedModel, recipe: Recipe | None = None
                 f"with backend={FASTEST!r}, or prepare the float model with this recipe."
             )
         qdq_cache: QdqCache = []
-        trial_cache: QdqCache = []
         return convert_all(
             calibrated,
             lambda model: converted(model, _for_backend_of(model, recipe), qdq_cache),
-            lambda model: all_on_integers(model, _for_backend_of(model, recipe), trial_cache),
+            _lower_for(recipe),
         )
     finally:
         calibrated.forget_float_values()
+
+
+def _lower_for(recipe: Recipe | None) -> Lower:
+    """Function that lowers observed models for trials, with the recipe; None: with their own recipes."""
+    trial_cache: QdqCache = []
+    return lambda model: all_on_integers(model, _for_backend_of(model, recipe), trial_cache)
 
 
 def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | None:
@@ -105,12 +117,9 @@ def prepare_all(
         raise first_error or BackendError("no backend runs on this machine: " + " ".join(absent.values()))
     if recipe.config.activation is None:
         observed = _smallest(observed, absent)
-    graphs: dict[Any, int] = {}
-    for i, model in enumerate(observed):
-        index = graphs.setdefault(_graph_key(model), i)
-        model.same_as = index if index != i else None
     first, *others = observed
     first.others, first.absent = tuple(others), absent
+    _share_calibration(first)
     return first
 
 
@@ -127,6 +136,27 @@ def _smallest(observed: Sequence[ObservedModel], absent: dict[str, str]) -> list
     return [model for model, count in zip(observed, counts, strict=True) if count == most]
 
 
+def _share_calibration(observed: ObservedModel) -> None:
+    """Let one model of each graph run on the calibration data, the first one. See `ObservedModel.same_as`."""
+    graphs: dict[Any, int] = {}
+    for i, model in enumerate(_models_of(observed)):
+        index = graphs.setdefault(_graph_key(model), i)
+        model.same_as = index if index != i else None
+
+
+def _share_statistics(observed: ObservedModel) -> None:
+    """Copy the statistics of calibrated models to those with the same graph."""
+    models = _models_of(observed)
+    for model in models:
+        if model.same_as is not None:
+            model.take_calibration(models[model.same_as])
+
+
+def _models_of(observed: ObservedModel) -> list[ObservedModel]:
+    """Models of all backends that a model was prepared for."""
+    return [observed, *(observed.others or ()), *observed.slow]
+
+
 def _graph_key(observed: ObservedModel) -> Any:
     """Key that is equal for models with the same graph and observers."""
     try:
@@ -135,17 +165,44 @@ def _graph_key(observed: ObservedModel) -> Any:
         return observed
 
 
+def without_slow(observed: ObservedModel) -> ObservedModel:
+    """Leave backends that cannot become the fastest out of the calibration, by their times on the example.
+
+    Args:
+        observed: result of `prepared_for_recipe`, which has seen no data.
+
+    Returns:
+        The model of the first backend that is left, which holds those of all others.
+    """
+    if not observed.others or observed.manager.context.recipe.optimize != "speed":
+        return observed
+    candidates = _in_order(observed)
+    with _on_example(observed):
+        _add_estimates(candidates, _lower_for(None), _threads())
+    times_us = [candidate.estimate.us for candidate in candidates if candidate.estimate is not None]
+    limit_us = MAX_TIE_RATIO * min(times_us, default=math.inf)
+    slow = [c for c in candidates if c.estimate is not None and c.estimate.cannot_be_below(limit_us)]
+    for candidate in slow:
+        assert candidate.estimate is not None  # as for all slow ones
+        candidate.estimate.drop_model()
+    first, *others = (candidate for candidate in candidates if candidate not in slow)
+    absent, observed.others, observed.absent = observed.absent, None, {}
+    first.others, first.slow, first.absent = tuple(others), tuple(slow), absent
+    _share_calibration(first)
+    return first
+
+
 def convert_all(
     observed: ObservedModel,
     convert: Callable[[ObservedModel], QuantizedModel],
-    lower: Callable[[ObservedModel], Trial | None] = lambda model: None,
+    lower: Lower = lambda model: None,
 ) -> QuantizedModel:
     """Convert a model with every backend, and return the fastest result. Its `attempts` lists all backends.
 
     Models whose output SQNR is below the recipe's `min_sqnr` are only chosen if all are.
 
     Args:
-        observed: result of `prepare_all`, calibrated.
+        observed: result of `prepare_all` or `without_slow`, calibrated.
         convert: function that converts the observed model of one backend.
         lower: function that lowers the observed model of one backend without measuring prices, to time it before it is
             converted: backends that cannot become the fastest are not converted. It returns None if conversion is as
@@ -154,29 +211,29 @@ def convert_all(
     Raises:
         Exception: no backend's model runs on the example; the first backend's error.
     """
-    candidates = observed, *(observed.others or ())
-    for candidate in candidates:
-        if candidate.same_as is not None:
-            candidate.take_calibration(candidates[candidate.same_as])
+    candidates = _in_order(observed)
+    _share_statistics(observed)
     example, min_sqnr = observed.manager.context.example, observed.manager.context.recipe.min_sqnr
     threads = _threads()
+    _add_estimates(candidates, lower, threads)
     tries = {i: Attempt(candidate.manager.context.recipe.backend) for i, candidate in enumerate(candidates)}
     models: dict[int, tuple[QuantizedModel, list[warnings.WarningMessage]]] = {}
     errors: dict[int, Exception] = {}
-    trials, times = _trials(candidates, lower, example, threads)
     leader: tuple[int, float] | None = None  # index and microseconds of the fastest accurate model so far
-    for i in sorted(tries, key=lambda i: times.get(i, math.inf)):
-        if leader is not None and i in trials:
+    for i in sorted(tries, key=lambda i: _estimated_us(candidates[i])):
+        candidate, estimate = candidates[i], candidates[i].estimate
+        if leader is not None and estimate is not None:
             # of models that are as fast, the earliest is kept
             limit_us = leader[1] * (MAX_TIE_RATIO if i < leader[0] else 1 / MAX_TIE_RATIO)
-            if _cannot_win(trials[i], times[i], limit_us):
-                tries[i] = replace(tries[i], why=_slower(times[i], tries[leader[0]].backend, leader[1]))
+            if estimate.cannot_be_below(limit_us / MIN_LATE_SPEEDUP if candidate in observed.slow else limit_us):
+                tries[i] = replace(tries[i], why=_slower(estimate.us, tries[leader[0]].backend, leader[1]))
                 continue
-        trials.pop(i, None)
+        candidate.estimate = None  # whose trial holds a lowered model
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                model, batch = convert(candidates[i]), copied(candidates[i].manager.context.example)
+                _calibrate_late(candidate, observed)
+                model, batch = convert(candidate), copied(candidate.manager.context.example)
                 model(*batch.args, **batch.kwargs)
             except Exception as error:  # engines may raise anything
                 errors[i] = error
@@ -184,12 +241,11 @@ def convert_all(
                 continue
         models[i] = model, list(heard)
         tries[i] = replace(tries[i], int8=model.ledger.count("int8"), sqnr=model.output_sqnr)
-        if trials and not _is_inaccurate(model.output_sqnr, min_sqnr):
-            us = _times({i: partial(model, *batch.args, **batch.kwargs)}, threads)[i]
+        if estimate is not None and not _is_inaccurate(model.output_sqnr, min_sqnr):
+            us = _least_times({i: partial(model, *batch.args, **batch.kwargs)}, threads)[i]
             leader = (i, us) if leader is None or us < leader[1] else leader
     if not models:
         raise errors[min(errors)]
-    trials.clear()
     best, times = _fastest({i: models[i][0] for i in sorted(models)}, tries, example, threads, min_sqnr)
     for i in models:
         tries[i] = replace(tries[i], us=times[i], chosen=i == best)
@@ -200,31 +256,64 @@ def convert_all(
     return chosen
 
 
-def _trials(
-    candidates: Sequence[ObservedModel],
-    lower: Callable[[ObservedModel], Trial | None],
-    example: Batch,
-    threads: int,
-) -> tuple[dict[int, Trial], dict[int, float]]:
-    """Trials of the candidates and their microseconds for a call on the example. Those that fail are left out."""
+@contextmanager
+def _on_example(observed: ObservedModel) -> Iterator[None]:
+    """Context in which all models are calibrated on the example, by observers that take no time; then by none."""
+    models = _models_of(observed)
+    before = [dict(_observers(model)) for model in models]
+    example = copied(observed.manager.context.example)
+    try:
+        for model, observers in zip(models, before, strict=True):
+            for name, observer in observers.items():
+                model.set_submodule(name, _quick(observer))
+        with observed.manager.context.untouched(), torch.no_grad(), without_autocast():
+            nn.Module.__call__(observed, *example.args, **example.kwargs)
+        _share_statistics(observed)
+        yield
+    finally:
+        for model, observers in zip(models, before, strict=True):
+            model.batches_seen = 0
+            model.manager.context.samples.clear()
+            for name, observer in observers.items():
+                model.set_submodule(name, observer)
+
+
+def _quick(observer: Observer) -> Observer:
+    """Observer of the smallest and the largest value for the tensor of another; of a weight the observer itself."""
+    return observer if observer.paused else MinMax(observer.spec, observer.axis, observer.name, observer.constants)
+
+
+def _observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Observer))
+
+
+def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: int) -> None:
+    """Lower calibrated models, time them on the example, and set their `estimate`. Those that fail get none.
+
+    Nothing is done if there are estimates already.
+    """
+    if any(candidate.estimate is not None for candidate in candidates):
+        return
     trials: dict[int, Trial] = {}
     calls: dict[int, Callable[[], object]] = {}
-    untouched = candidates[0].manager.context.untouched()  # leaves may keep state
+    context = candidates[0].manager.context
+    untouched = context.untouched()  # leaves may keep state
     with untouched, torch.no_grad(), without_autocast(), threads_set_to(threads), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i, candidate in enumerate(candidates):
             try:
-                trial, batch = lower(candidate), copied(example)
+                trial, batch = lower(candidate), copied(context.example)
                 if trial is not None:
                     _, bound = bind(trial.lowered, batch.args, batch.kwargs)
                     bound.run(*batch.args, **batch.kwargs)
                     trials[i], calls[i] = trial, partial(bound.run, *batch.args, **batch.kwargs)
             except Exception as error:  # engines may raise anything; the conversion reports it
                 log.debug("%s: no trial: %s", candidate.manager.context.recipe.backend, error)
-        return trials, _times(calls, threads)
+        for i, us in _least_times(calls, threads).items():
+            candidates[i].estimate = Estimate(us, trials[i].least_share)
 
 
-def _times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:
+def _least_times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:
     """Least microseconds of each call in a few rounds."""
     with torch.no_grad(), without_autocast(), threads_set_to(threads):
         names = {str(i): call for i, call in calls.items()}
@@ -232,17 +321,35 @@ def _times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int,
     return {int(i): 1e6 * min(seconds) for i, seconds in times.items()}
 
 
-def _cannot_win(trial: Trial, us: float, limit_us: float) -> bool:
-    """Whether a backend, by estimate, takes more than `limit_us` even with ops in float where that is faster."""
-    if us <= limit_us or us > MAX_TRIAL_RATIO * limit_us:
-        return us > limit_us
-    try:
-        with torch.no_grad(), without_autocast(), threads_set_to(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return us * trial.least_share() > limit_us
-    except Exception as error:  # engines may raise anything; the conversion reports it
-        log.debug("no prices of a trial: %s", error)
-        return False
+def _in_order(observed: ObservedModel) -> list[ObservedModel]:
+    """Models of all backends that a model was prepared for, in the order of preference."""
+    order = fastest_order()
+    return sorted(_models_of(observed), key=lambda model: order.index(model.manager.context.recipe.backend))
+
+
+def _estimated_us(candidate: ObservedModel) -> float:
+    return math.inf if candidate.estimate is None else candidate.estimate.us
+
+
+def _calibrate_late(candidate: ObservedModel, observed: ObservedModel) -> None:
+    """Calibrate a model on the samples that were recorded, if it was left out of the calibration.
+
+    Args:
+        candidate: the model.
+        observed: the model that was calibrated.
+    """
+    if candidate not in observed.slow or candidate.batches_seen:  # it has the graph of a model that was calibrated
+        return
+    samples = observed.manager.context.samples
+    with candidate.manager.context.untouched(), torch.no_grad(), without_autocast():
+        for batch in samples:
+            own = copied(batch)
+            nn.Module.__call__(candidate, *own.args, **own.kwargs)
+    warn(
+        f"backend={FASTEST!r}: {candidate.manager.context.recipe.backend} was taken for slow, and is calibrated on "
+        f"{sum(samples_in(batch) or 1 for batch in samples)} samples alone. To calibrate it on all data, name it: "
+        f"recipe.with_backend({candidate.manager.context.recipe.backend!r})."
+    )
 
 
 def _slower(us: float, leader: str, leader_us: float) -> str:
@@ -275,9 +382,9 @@ def _fastest(
 
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
-MAX_TRIAL_RATIO = 2.0
-"""Ratio of a trial's time to the longest time that could win, above which the backend is not converted: ops in float,
-chosen by price, hardly halve the time. Below it, the backend's prices decide."""
+MIN_LATE_SPEEDUP = 1.5
+"""Speedup over the fastest model that a backend must promise to be converted after it was left out of the calibration:
+times of one model vary by less, and it only has the recorded samples to calibrate with."""
 
 
 def _threads() -> int:

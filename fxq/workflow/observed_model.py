@@ -21,6 +21,7 @@ from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import record
 from fxq.quant.observer_base import Observer
+from fxq.workflow.estimate import Estimate
 
 
 class ObservedModel(fx.GraphModule):
@@ -32,8 +33,10 @@ class ObservedModel(fx.GraphModule):
         unfused: the graph before fusion, as lines.
         batches_seen: number of calls since it was prepared.
         others: with `backend="fastest"`, the models prepared for the other backends, which run on the same data.
-        same_as: index of a model (0: the first) with the same graph, whose statistics are copied; None if this model
-            runs on the data itself.
+        slow: with `backend="fastest"`, those of backends that are left out of the calibration, see `without_slow`.
+        same_as: index of a model with the same graph, whose statistics are copied, among the first model, `others` and
+            `slow`; None if this model runs on the data itself.
+        estimate: estimate of the time of a call; None if unknown.
         absent: backends that are not available, with the reason for each.
         stored_in: path of the checkpoint of the last calibration, and the number of batches it had seen.
     """
@@ -43,7 +46,9 @@ class ObservedModel(fx.GraphModule):
     unfused: tuple[str | None, ...]
     batches_seen: int
     others: tuple[ObservedModel, ...] | None = None
+    slow: tuple[ObservedModel, ...] = ()
     same_as: int | None = None
+    estimate: Estimate | None = None
     absent: Mapping[str, str] = MappingProxyType({})
     stored_in: tuple[Path, int] | None = None
 
@@ -78,7 +83,7 @@ class ObservedModel(fx.GraphModule):
 
     def forget_float_values(self) -> None:
         """Free the cached float outputs of layers; the next conversion computes them again."""
-        for model in (self, *(self.others or ())):
+        for model in (self, *(self.others or ()), *self.slow):
             model.manager.context.floats.clear()
             model.manager.context.floats = FloatValues()
 
@@ -97,7 +102,8 @@ class ObservedModel(fx.GraphModule):
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
         copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as
-        copied.others = copy.deepcopy(self.others, memo)
+        copied.others, copied.slow = copy.deepcopy((self.others, self.slow), memo)
+        copied.estimate = self.estimate
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from fxq.programs.flat_model import ResultForm, changed_arguments, flat_batch, f
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.recipe_checks import check_selectors
-from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe
+from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe, without_slow
 from fxq.workflow.obstacles import check_model
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -132,6 +132,8 @@ def quantize_programs(
     if selecting is None:
         check_program_overrides(model, recipe, selected)
     if data is not None:
+        for program in prepared:
+            program.observed = without_slow(program.observed)
         _calibrate(prepared, batches(data, model), signature, progress)
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
     if idle:

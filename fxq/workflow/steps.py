@@ -32,7 +32,7 @@ from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.reduce_range import run_with_reduced_range
 from fxq.model import QuantizedModel
-from fxq.passes.fallback import move_to_float
+from fxq.passes.fallback import MIN_PRICED_GAIN, move_to_float
 from fxq.passes.observe_all import ObserveAll
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import PassManager, is_own
@@ -271,7 +271,7 @@ class Trial:
         prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
         prober.own = context.backend.prices(gm, context.example)
         share, floats = least_share(gm, prober)
-        if prober.own is None or not floats:
+        if prober.own is None or share * MIN_PRICED_GAIN > 1:
             return share
         return time_ratio(gm, context, partial(move_to_float, floats))
 

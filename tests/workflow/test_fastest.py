@@ -56,6 +56,15 @@ def planted(monkeypatch, times):
     monkeypatch.setattr(fastest, "interleaved", interleaved)
 
 
+def planted_trials(monkeypatch, times, share=0.95):
+    """Let the trial of each backend take so many microseconds, and prices leave a share of it; models take one."""
+    monkeypatch.setattr(
+        fastest, "times_in_turns", lambda calls, *_: {i: [times[fastest_order()[int(i)]]] for i in calls}
+    )
+    monkeypatch.setattr(Trial, "least_share", lambda trial: share)
+    planted(monkeypatch, [1.0] * TRIED)
+
+
 @needs_fbgemm
 @pytest.mark.parametrize("first", range(TRIED))
 def test_the_quickest_is_chosen(net, monkeypatch, first):
@@ -268,20 +277,16 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
 
 @pytest.mark.one_in(2)
 @needs_fbgemm
-@pytest.mark.parametrize(("share", "far", "count"), [(0.5, None, 2), (0.85, None, 1), (0.5, 3.0, 4), (0.85, 3.0, 2)])
+@pytest.mark.parametrize(("share", "far", "count"), [(0.5, None, 2), (0.85, None, 1), (0.5, 3.0, 2), (0.85, 3.0, 2)])
 def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far, count):
-    """With prices, backends are timed before they are converted, and the quickest is converted first.
+    """With prices, backends are timed before they are calibrated, and the quickest is converted first.
 
-    Others are converted if they would be faster with the share of their time that prices leave: 0.85 of 1.6 is too much
+    Others are converted if they would be faster with the share of their time that prices leave: 0.85 of 1.3 is too much
     beside 1.0. Later ones must be 1.1 times as fast. A leader that is inaccurate rules nothing out.
     """
     model, x = net
-    trial = dict(zip(fastest_order(), [9.0, 2.3, 1.0, 1.6, 2.4], strict=True))
-    monkeypatch.setattr(
-        fastest, "times_in_turns", lambda calls, *_: {i: [trial[fastest_order()[int(i)]]] for i in calls}
-    )
-    monkeypatch.setattr(Trial, "least_share", lambda trial: share)
-    planted(monkeypatch, [1.0] * TRIED)
+    trial = dict(zip(fastest_order(), [9.0, 2.3, 1.0, 1.3, 2.4], strict=True))
+    planted_trials(monkeypatch, trial, share)
     seen = []
 
     def convert(model, *_):
@@ -300,6 +305,59 @@ def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far
     assert all("not converted: with all possible ops on integers it takes" in attempt.why for attempt in dropped)
     assert all((attempt.us is None) == bool(attempt.why) for attempt in q.attempts)
     assert q.backend == next(name for name in fastest_order() if name in seen and (far is None or name != order[0]))
+
+
+def batches_seen(observed):
+    return {
+        m.manager.context.recipe.backend: m.batches_seen for m in (observed, *(observed.others or ()), *observed.slow)
+    }
+
+
+@needs_fbgemm
+def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
+    model, x = net
+    planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
+    monkeypatch.setattr(fastest, "_graph_key", lambda observed: observed)  # each graph is one of its own
+    seen = []
+    convert = fastest.converted_for_recipe
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(batches_seen(o)) or convert(o))
+    data = [x[:2], x[2:], x[:2]]
+    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=data)
+    assert q.backend == "openvino"
+    assert seen == [{"openvino": 3, "onnxruntime": 3, "x86": 0, "fbgemm": 0, "jit": 0}]
+    alone = fxq.quantize(model, q.recipe, data=data)
+    assert equal(q(x), alone(x))  # the example, which was seen in the trials, is no calibration data
+
+
+@needs_fbgemm
+def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_path):
+    """Another run, which resumes it, may take other backends for slow."""
+    model, x = net
+    planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
+    seen = []
+    convert = fastest.converted_for_recipe
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.slow) or convert(o))
+    fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x], checkpoint=tmp_path / "c.safetensors")
+    assert seen == [()]
+
+
+@needs_fbgemm
+def test_a_backend_left_out_of_the_calibration_wins_if_the_others_are_slower_than_promised(net, monkeypatch):
+    model, x = net
+    times = dict(zip(fastest_order(), [9.0, 2.9, 2.1, 1.0, 9.0], strict=True))
+    planted_trials(monkeypatch, times)
+    monkeypatch.setattr(fastest, "_graph_key", lambda observed: observed)
+
+    def slower(model, *_):
+        times["openvino"] = 5.0  # as when verification moves ops to float
+        return converted(model)
+
+    monkeypatch.setattr(fastest, "converted", slower)
+    planted(monkeypatch, [2.1, 5.0])
+    with pytest.warns(fxq.FxqWarning, match=r"jit was taken for slow, and is calibrated on 4 samples alone"):
+        q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
+    assert q.backend == "jit" and sqnr(model(x), q(x)) > 20
+    assert [attempt.backend for attempt in q.attempts if not attempt.why] == ["jit", "openvino"]
 
 
 def test_a_trial_fits_nothing_and_bounds_what_float_ops_gain(net, monkeypatch):

@@ -25,7 +25,7 @@ NO_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
 """Undocumented entry of a configuration that disables snippets."""
 JIT_PRIORITY = "cpu:jit_avx512,cpu:jit_avx2"
 """Value of `primitives_priority` for "jit" kernels: the first that the CPU supports is used."""
-MAX_TUNING_ROUNDS, MAX_TUNING_SECONDS = 3, 2.0
+MAX_TUNING_ROUNDS, MAX_TUNING_SECONDS = 3, 1.0
 """How often each kind of kernels is compiled and timed, and after which time no more: times depend on memory addresses.
 """
 MIN_GAIN = 0.03
@@ -158,7 +158,7 @@ def layer_times(request: Any) -> dict[str, float]:
 
 _MAX_REQUEST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 3, 100
 """Time that a request is run for, and minimum and maximum number of runs after the warm-up."""
-_MAX_COMPARISON_SECONDS = 1.0
+_MAX_COMPARISON_SECONDS = 0.5
 """Time that two forms of a whole model are compared for."""
 
 
