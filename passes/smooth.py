@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +42,8 @@ class _Variant(NamedTuple):
     rows: bool = False
 
 
+MARGIN_DB = 6.0
+"""SQNR above what is enough from which other variants are not tried on a batch: half of the noise."""
 UNCHANGED = _Variant()
 SMOOTHED = tuple(map(_Variant, STRENGTHS))
 PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))
@@ -109,9 +113,10 @@ class Smooth(Pass):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Measure the errors of all variants, and write the best ones."""
-        for linear_input in seen_inputs(rewriter.gm, rewriter.context, _Input, self.samples, self.rows, self.least):
+        make = partial(_Input, options=self)
+        for linear_input in seen_inputs(rewriter.gm, rewriter.context, make, self.samples, self.rows, self.least):
             linear_input.include_later()
-            variant, why = linear_input.best(self)
+            variant, why = linear_input.best()
             if variant != UNCHANGED:
                 with rewriter.attributed("smooth", Smooth):
                     _write(rewriter, linear_input, variant, why)
@@ -122,16 +127,20 @@ class _Input(LinearInput):
     """Input of linear layers, with the errors of its variants.
 
     Attributes:
+        options: the pass.
         low: minimum of each channel, (C,), in the samples for the ranges.
         high: maximum of each channel, (C,), in the samples for the ranges.
         later: minimum and maximum of each channel, (C,), in the samples for the errors.
-        errors: error of the layers' results by variant, relative to the float results. With a dynamic per-tensor range,
-            a tensor is the batch that runs at once.
+        unchanged: error of the layers' results as they are, relative to the float results. With a dynamic per-tensor
+            range, a tensor is the batch that runs at once.
+        errors: error by variant, on the batches after which `unchanged` was not above what is enough by a margin.
     """
 
+    options: Smooth
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
     high: Tensor = field(default_factory=lambda: torch.zeros(()))
     later: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.zeros(()), torch.zeros(())))
+    unchanged: Agreement = field(default_factory=Agreement)
     errors: dict[_Variant, Agreement] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +152,13 @@ class _Input(LinearInput):
         for_ranges, for_errors = x.tensor_split([round(share * len(x))])
         self.low, self.high = _around(for_ranges, self.low, self.high)
         self.later = _around(for_errors, *self.later)
-        self.compare(for_errors, list(self.errors.values()), self._variants)
+        errors = self.errors_of(for_errors, self._variants)
+        first = next(errors, None)  # of UNCHANGED; None: enough tokens have been compared
+        if first is not None:
+            self.unchanged.include(first)
+            if self.unchanged.sqnr < self.enough + MARGIN_DB:
+                for error, own in zip(self.errors.values(), chain([first], errors), strict=True):
+                    error.include(own)
 
     def include_later(self) -> None:
         """Widen the ranges to all samples, once the errors are known."""
@@ -191,21 +206,29 @@ class _Input(LinearInput):
         """Grid of the input with a dynamic range for each token."""
         return DynamicGrid.of(self.row_spec, axis=-1)
 
-    def best(self, options: Smooth) -> tuple[_Variant, str]:
-        """Variant whose gain is worth its cost, by the `options` of the pass, and the reason for a per-row variant."""
-        sqnr = {variant: error.sqnr for variant, error in self.errors.items()}
-        dynamic = isinstance(self.grid, DynamicGrid)
-        enough, gain = (options.dynamic_enough, options.dynamic_gain) if dynamic else (options.enough, options.gain)
-        best = UNCHANGED
-        if sqnr[best] < enough:
-            smoothed = max(SMOOTHED, key=sqnr.__getitem__)
-            if sqnr[smoothed] >= sqnr[best] + gain:
-                best = smoothed
-        if sqnr[best] < enough and not dynamic:
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the range of the input is dynamic already."""
+        return isinstance(self.grid, DynamicGrid)
+
+    @property
+    def enough(self) -> float:
+        """SQNR in dB from which the layers are left alone."""
+        return self.options.dynamic_enough if self.is_dynamic else self.options.enough
+
+    def best(self) -> tuple[_Variant, str]:
+        """Variant whose gain is worth its cost, by the options of the pass, and the reason for a per-row variant."""
+        if not self.unchanged.sqnr < self.enough:
+            return UNCHANGED, ""
+        sqnr, best = {variant: error.sqnr for variant, error in self.errors.items()}, UNCHANGED
+        smoothed = max(SMOOTHED, key=sqnr.__getitem__)
+        if sqnr[smoothed] >= sqnr[best] + (self.options.dynamic_gain if self.is_dynamic else self.options.gain):
+            best = smoothed
+        if sqnr[best] < self.enough and not self.is_dynamic:
             before = sqnr[best]
             plain, smoothed = PER_ROW
-            per_row = smoothed if sqnr[smoothed] >= sqnr[plain] + options.gain else plain
-            if sqnr[per_row] >= before + options.measure_gain:
+            per_row = smoothed if sqnr[smoothed] >= sqnr[plain] + self.options.gain else plain
+            if sqnr[per_row] >= before + self.options.measure_gain:
                 return per_row, f"one grid for all tokens gives {before:.1f} dB, one for each {sqnr[per_row]:.1f}"
         return best, ""
 

@@ -64,6 +64,14 @@ class Agreement:
                 low, high = difference.aminmax()
                 self.largest = max(self.largest, -float(low), float(high))
 
+    def include(self, other: Agreement) -> None:
+        """Add the sums of another agreement, of other tensors."""
+        self.signal += other.signal
+        self.energy += other.energy
+        self.cross += other.cross
+        self.noise += other.noise
+        self.largest = max(self.largest, other.largest)
+
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise ratio in dB: infinity for equal tensors, NaN if a difference is not finite."""

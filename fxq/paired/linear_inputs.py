@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -94,15 +94,14 @@ class LinearInput(ABC):
     def see(self, x: Tensor, share: float) -> None:
         """Process tokens, float32, (N, C). The first `share` of them, 0 to 1, is of the first half of the samples."""
 
-    def compare(self, x: Tensor, errors: Sequence[Agreement], ways: Callable[[Tensor], Iterable[Form]]) -> None:
-        """Add the errors of several ways to round to `errors`, relative to the layers' float results.
+    def errors_of(self, x: Tensor, ways: Callable[[Tensor], Iterable[Form]]) -> Iterator[Agreement]:
+        """Yield the error of each way to round, relative to the layers' float results.
 
         All tokens have the same weight, so that tokens with large values do not hide the errors of others. At most
         `most` tokens are compared in total.
 
         Args:
             x: tokens, float32, (N, C).
-            errors: error of each way so far; updated.
             ways: function that yields the rounded tokens and weights of each way.
         """
         x = x[: self.most]
@@ -111,23 +110,25 @@ class LinearInput(ABC):
             return
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]
-        for error, (rounded, rounded_weights) in zip(errors, ways(x), strict=True):
+        for rounded, rounded_weights in ways(x):
+            error = Agreement()
             for rounded_weight, want, by in zip(rounded_weights, wanted, weights, strict=True):
                 error.add(want * by, (rounded @ rounded_weight.T) * by)
+            yield error
 
 
 Input = TypeVar("Input", bound=LinearInput)
 
 
 def seen_inputs(
-    gm: fx.GraphModule, context: Context, kind: type[Input], samples: int, rows: int, least: int
+    gm: fx.GraphModule, context: Context, make: Callable[..., Input], samples: int, rows: int, least: int
 ) -> list[Input]:
     """Inputs of linear layers with per-channel weights, after they have seen recorded samples in float.
 
     Args:
         gm: the qdq graph.
         context: context with the samples; without samples, there are no inputs.
-        kind: class of the inputs.
+        make: makes an input of the first four attributes of `LinearInput`.
         samples: number of samples to run.
         rows: number of tokens to compare.
         least: minimum number of tokens of an input in these samples. With fewer, its ranges are not known well.
@@ -138,7 +139,7 @@ def seen_inputs(
         count = sum(samples_in(batch) or 1 for batch in batches)
         inputs = {
             linear_input.quantize: linear_input
-            for linear_input in _inputs(gm, kind, rows)
+            for linear_input in _inputs(gm, make, rows)
             if count >= least or not _has_one_token_per_sample(linear_input, size)
         }
         batches = [batch for batch in batches if samples_in(batch) != 0]
@@ -154,7 +155,7 @@ def seen_inputs(
     return on_samples(context, samples, run) if context.samples else []
 
 
-def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]:
+def _inputs(gm: fx.GraphModule, make: Callable[..., Input], rows: int) -> Iterable[Input]:
     """Yield the inputs of a graph whose grid is per tensor, or dynamic per row."""
     for node in gm.graph.nodes:
         grid = (dynamic_grid_of(node) or grid_of(gm, node)) if is_op(node, "quantize") else None
@@ -166,7 +167,7 @@ def _inputs(gm: fx.GraphModule, kind: type[Input], rows: int) -> Iterable[Input]
         readers = [(user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users]
         layers = [layer for reader in readers if (layer := LinearLayer.of(gm, *reader)) is not None]
         if layers and (plan is None or plan.emits is None):
-            yield kind(node, grid, layers, rows)
+            yield make(node, grid, layers, rows)
 
 
 def _has_one_token_per_sample(linear_input: LinearInput, size: int | None) -> bool:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.common.metrics import Agreement, sqnr
+from fxq.common.metrics import sqnr
 from fxq.paired.linear_inputs import LinearInput, seen_inputs
 from fxq.quant.dynamic_grid import DynamicGrid
 from tests.support.graphs import until
@@ -54,14 +54,14 @@ def test_tokens_count_alike_and_no_more_than_asked():
     x[0] *= 1000
     coarse = x.clone()
     coarse[1:] = 0
-    weights, error = [layer.real for layer in linear_input.layers], Agreement()
-    linear_input.compare(x, [error], lambda some: [(coarse[: len(some)], weights)])
+    weights = [layer.real for layer in linear_input.layers]
+    (error,) = linear_input.errors_of(x, lambda some: [(coarse[: len(some)], weights)])
     assert error.sqnr < 1.0 < 40.0 < sqnr(x @ weights[0].T, coarse @ weights[0].T)
     assert linear_input.most == 1024 - 32
     linear_input.most = 8
-    linear_input.compare(x, [error], lambda some: [(some, weights)] if len(some) == 8 else [])
+    assert len(list(linear_input.errors_of(x, lambda some: [(some, weights)] if len(some) == 8 else []))) == 1
     assert linear_input.most == 0
-    linear_input.compare(x, [error], lambda some: [])  # nothing is left to compare
+    assert list(linear_input.errors_of(x, lambda some: [(some, weights)])) == []  # nothing is left to compare
 
 
 @pytest.mark.parametrize(("per", "axis"), [("row", -1), ("tensor", None)])
