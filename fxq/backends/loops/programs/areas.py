@@ -28,8 +28,9 @@ class Area:
         first_step: Index of the step that writes it.
         last_step: Index of the last step that reads it.
         offset: Bytes from the base address.
-        parent: Area that has this one among its channels; None if it has memory of its own.
+        parent: Area that has this one among its channels, or inside of its border; None if it has memory of its own.
         parent_channel: Channel of the parent that this area begins at.
+        frame: Pixels of the parent's border that belong to this area, in the order of `border`.
     """
 
     shape: tuple[int, int, int, int]
@@ -43,6 +44,7 @@ class Area:
     offset: int = 0
     parent: Area | None = None
     parent_channel: int = 0
+    frame: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def pixel_stride(self) -> int:
@@ -81,7 +83,7 @@ class Area:
         Rows and columns of the border have negative indices, or indices beyond the shape.
         """
         if self.parent is not None:
-            return self.parent.place(row, column) + self.parent_channel
+            return self.parent.place(row - self.frame[0], column - self.frame[1]) + self.parent_channel
         return (row + self.border[0]) * self.row_stride + (column + self.border[1]) * self.pixel_stride
 
     @property
@@ -109,6 +111,19 @@ class Area:
         parent.widen(self.border, self.zero)
         self.parent, self.parent_channel = parent, parent_channel
 
+    def framed(self, frame: tuple[int, int, int, int], byte: int) -> Area | None:
+        """Return an area that also has a frame of this one's border; None if the border has another byte already.
+
+        Args:
+            frame: Rows above, columns on the left, rows below, columns on the right.
+            byte: Byte of the frame, and of the border around it.
+        """
+        if not self.widen(frame, byte):
+            return None
+        n, h, w, c = self.shape
+        shape = n, h + frame[0] + frame[2], w + frame[1] + frame[3], c
+        return Area(shape, self.is_float, parent=self, frame=frame)
+
     def widen(self, border: Iterable[int], zero: int | None = None) -> bool:
         """Make the border at least as wide as `border`, with the byte `zero`.
 
@@ -116,7 +131,8 @@ class Area:
             False, and no change, if the border has another byte already.
         """
         if self.parent is not None:
-            return self.parent.widen(border, zero)
+            wider = [own + framed if own else 0 for own, framed in zip(border, self.frame, strict=True)]
+            return self.parent.widen(wider, zero)
         if not any(border):
             return True
         if None not in (self.zero, zero) and self.zero != zero:

@@ -257,6 +257,8 @@ class StepBuilder:
             return self.settle(value, grid)
         self.settle(value, None)
         area = value.area
+        if value.grid is not None and value.grid.same_as(grid):  # its integers are those of the grid
+            return PlannedValue(area, value.rank, value.axis)
         if area.base >= EXTERNAL and area.is_float:
             quantized = self.add(QuantizeStep, value, x=area, strides=partial(self._strides, area.base - EXTERNAL))
             if area.shape[3] < LANES:

@@ -12,6 +12,7 @@ import torch
 from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, plans, refuse
 from fxq.backends.loops.programs.step_builder import StepBuilder
+from fxq.quant.qparams import quantize
 
 
 @plans("flatten")
@@ -115,6 +116,24 @@ def _channels(plan: StepBuilder, x: PlannedValue, first: int, end: int) -> Plann
     part = Area((n, h, w, end - first), x.area.is_float)
     part.become_part(x.area, first)
     return PlannedValue(part, x.rank, x.axis, x.grid)
+
+
+@plans("pad")
+def pad(plan: StepBuilder, x: Any, *, pad: Sequence[int], mode: str, value: float | None) -> PlannedValue:
+    """Plan an image in a frame: the frame is the border of the image's memory, which no step writes."""
+    refuse(mode != "constant", f"it pads with {mode}")
+    refuse(not isinstance(x, PlannedValue), "it reads a value that the region does not compute")
+    x = plan.in_arena(plan.settle(x, None))
+    axes = 2 if x.rank == 4 else 1
+    refuse(x.axis != 1 or len(pad) > 2 * axes or min(pad) < 0, "it pads other axes than height and width, or cuts")
+    left, right, top, bottom = (*pad, 0, 0, 0, 0)[:4]
+    number = value or 0.0
+    refuse(x.area.is_float and number != 0.0, "it pads floats with other numbers than 0")
+    byte = int(number if x.grid is None else quantize(torch.tensor(number), x.grid))
+    framed = x.area.framed((top, left, bottom, right), byte)
+    refuse(framed is None, "its input would need a border with two zero points")
+    assert framed is not None
+    return PlannedValue(framed, x.rank, x.axis, x.grid)
 
 
 @plans("identity", "contiguous")

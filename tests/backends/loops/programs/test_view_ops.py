@@ -317,6 +317,99 @@ def test_axes_of_an_input_that_are_split_anew_are_refused():
     assert refused(draft, draft.op("reshape", draft.input(draft.normal(2, 3, 4, 5)), shape=(2, 3, 5, 4)))
 
 
+# ---- pad
+
+
+GRID = (0.05, 100)
+
+
+def framed(draft, x, frame, value=0.0):
+    """A value in a frame, both on one grid, as in graphs: the value 0 of the frame is not the integer 0."""
+    return draft.qdq(draft.op("pad", draft.qdq(x, GRID), pad=frame, value=value), GRID)
+
+
+def conv3(draft, x, columns=16, **options):
+    """A layer with windows of three pixels along each axis."""
+    channels, axes = draft.values[x].shape[1], draft.values[x].dim() - 2
+    weight = draft.weight(columns, channels // options.get("groups", 1), *[3] * axes)
+    return draft.op(f"conv{axes}d", x, weight, draft.vector(columns), **options)
+
+
+@pytest.mark.parametrize("frame", [(1, 1, 1, 1), (0, 1, 0, 1), (2, 0, 1, 3), (0, 0, 2, 2), (1, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_frames_before_layers_take_no_step(frame, stride):
+    draft = Draft()
+    y = conv3(draft, framed(draft, draft.conv(draft.image(2, 3, 7, 6), 16), frame), stride=(stride, stride))
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep", "ProductStep"]
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
+def test_frames_of_depthwise_layers_that_pad_as_well(padding):
+    draft = Draft()
+    x = framed(draft, draft.conv(draft.image(2, 3, 7, 6), 32), (0, 1, 2, 0))
+    y = conv3(draft, x, 32, groups=32, padding=padding)
+    assert kinds(check(draft, y)) == ["QuantizeStep", "ProductStep", "ProductStep"]
+
+
+def test_frames_of_sequences():
+    draft = Draft()
+    check_both(draft, conv3(draft, framed(draft, draft.input(draft.normal(2, 16, 9)), (2, 1))))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    frames=st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=3), channels=st.integers(1, 40),
+    last=st.sampled_from(["layer", "max", "mean", "relu", "cat", "both"]), value=st.sampled_from([0.0, 0.7, -9.0]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_frames_in_frames_and_what_reads_them(frames, channels, last, value, seed):
+    """Layers, pools, functions and concatenations read a framed value, and others read it without the frame."""
+    draft = Draft(seed)
+    inner = y = draft.qdq(draft.conv(draft.image(2, 3, 5, 4), channels), GRID)
+    for frame in frames:
+        y = framed(draft, y, frame, value)
+    if last == "layer":
+        y = conv3(draft, y, padding=(1, 1) if value == 0 else (0, 0))
+    elif last == "max":
+        y = draft.op("max_pool2d", y, kernel_size=(2, 2), stride=(2, 2), padding=(1, 1))
+    elif last == "mean":
+        y = draft.op("mean", y, dim=(2, 3), keepdim=True)
+    elif last == "cat":
+        y = draft.qdq(draft.op("cat", [y, y], dim=1), GRID)
+    elif last == "relu":
+        y = draft.op("relu", y)
+    check(draft, y, *([draft.op("relu", inner)] if last == "both" else []))
+
+
+def test_frames_that_are_returned_or_of_inputs():
+    draft = Draft()
+    x = draft.input(draft.normal(2, 3, 4, 5))
+    check(draft, draft.op("pad", draft.quantize(x), pad=(1, 0, 2, 3)))
+    check(draft, draft.op("pad", draft.op("relu", x), pad=(1, 0, 2, 3)))
+    check_both(draft, conv3(draft, draft.qdq(draft.op("pad", draft.op("relu", x), pad=(1, 0, 2, 3)))))
+
+
+def test_two_frames_of_one_value_with_other_bytes_are_refused():
+    draft = Draft()
+    x = draft.quantize(draft.conv(draft.image(2, 3, 7, 6), 16))
+    parts = [draft.op("pad", x, pad=(1, 1), value=value) for value in (0, 5)]
+    y = draft.op("add", *(draft.dequantize(part) for part in parts))
+    assert refused(draft, y) == "its input would need a border with two zero points"
+
+
+def test_frames_that_are_refused():
+    draft = Draft()
+    x = draft.quantize(draft.conv(draft.image(2, 3, 7, 6), 16))
+    other_axes = "it pads other axes than height and width, or cuts"
+    assert refused(draft, draft.op("pad", x, pad=(1, 1, 1, 1), mode="reflect")) == "it pads with reflect"
+    assert refused(draft, draft.op("pad", x, pad=(1, -1))) == other_axes
+    assert refused(draft, draft.op("pad", x, pad=(0, 0, 0, 0, 1, 0))) == other_axes
+    real = draft.op("relu", draft.image(2, 3, 7, 6))
+    assert refused(draft, draft.op("pad", real, pad=(1, 1), value=1.0)) == "it pads floats with other numbers than 0"
+    real = draft.op("relu", draft.image(2, 7, 16))
+    assert refused(draft, draft.op("linear", draft.qdq(draft.op("pad", real, pad=(0, 0, 1, 0))), draft.weight(4, 16)))
+
+
 # ---- permute
 
 
