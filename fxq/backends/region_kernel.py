@@ -146,8 +146,11 @@ def tune(gm: fx.GraphModule, batch: Batch) -> None:
 def _kernel_calls(gm: fx.GraphModule, batch: Batch) -> Iterator[tuple[fx.Node, RegionKernel, tuple[Any, ...]]]:
     """Run a graph on a batch, and yield each region kernel with its node and inputs before it is called."""
     kernels = {node: kernel for node in gm.graph.nodes if isinstance(kernel := submodule(gm, node), RegionKernel)}
-    runner = Runner(gm, copied(batch))
+    runner, left = Runner(gm, copied(batch)), len(kernels)
     for node in gm.graph.nodes if kernels else ():
         if node in kernels:
             yield node, kernels[node], arguments_of(node, runner.values)[0]
+            left -= 1
+        if not left:
+            return  # to run the last kernel would compile it
         runner.step(node)
