@@ -258,7 +258,7 @@ def convert_all(
 
 @contextmanager
 def _on_example(observed: ObservedModel) -> Iterator[None]:
-    """Context in which all models are calibrated on the example, by observers that take no time; then by none."""
+    """Context in which all models are calibrated on the example, by quick observers. After it, they have seen no data."""
     models = _models_of(observed)
     before = [dict(_observers(model)) for model in models]
     example = copied(observed.manager.context.example)
@@ -296,7 +296,8 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
         return
     trials: dict[int, Trial] = {}
     calls: dict[int, Callable[[], object]] = {}
-    context = candidates[0].manager.context
+    seconds: dict[int, float] = {}
+    context, now = candidates[0].manager.context, clock(every_thread=True)
     untouched = context.untouched()  # leaves may keep state
     with untouched, torch.no_grad(), without_autocast(), threads_set_to(threads), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -305,11 +306,16 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
                 trial, batch = lower(candidate), copied(context.example)
                 if trial is not None:
                     _, bound = bind(trial.lowered, batch.args, batch.kwargs)
-                    bound.run(*batch.args, **batch.kwargs)
-                    trials[i], calls[i] = trial, partial(bound.run, *batch.args, **batch.kwargs)
+                    call = partial(bound.run, *batch.args, **batch.kwargs)
+                    start = now()
+                    call()
+                    trials[i], calls[i], seconds[i] = trial, call, now() - start
             except Exception as error:  # engines may raise anything; the conversion reports it
                 log.debug("%s: no trial: %s", candidate.manager.context.recipe.backend, error)
-        for i, us in _least_times(calls, threads).items():
+        limit = max(MAX_FIRST_RATIO * min(seconds.values(), default=0.0), MIN_FIRST_SECONDS)
+        close = {i: call for i, call in calls.items() if seconds[i] <= limit}
+        times_us = {i: 1e6 * first for i, first in seconds.items()} | _least_times(close, threads)
+        for i, us in times_us.items():
             candidates[i].estimate = Estimate(us, trials[i].least_share)
 
 
@@ -382,6 +388,8 @@ def _fastest(
 
 MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
+MAX_FIRST_RATIO, MIN_FIRST_SECONDS = 4.0, 0.1
+"""Time of a first call, relative to the shortest and in seconds, above which a model is not timed again."""
 MIN_LATE_SPEEDUP = 1.5
 """Speedup over the fastest model that a backend must promise to be converted after it was left out of the calibration:
 times of one model vary by less, and it only has the recorded samples to calibrate with."""
