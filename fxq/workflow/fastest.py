@@ -258,7 +258,7 @@ def convert_all(
 
 @contextmanager
 def _on_example(observed: ObservedModel) -> Iterator[None]:
-    """Context in which all models are calibrated on the example, by quick observers. After it, they have seen no data."""
+    """Context in which all models are calibrated on the example, by quick observers; they forget it at its end."""
     models = _models_of(observed)
     before = [dict(_observers(model)) for model in models]
     example = copied(observed.manager.context.example)
