@@ -28,9 +28,9 @@ from fxq.quant.observer_base import Observer
 from fxq.quant.observers import MinMax
 from fxq.recipe.recipe import Recipe
 from fxq.runtime.binding import bind
-from fxq.workflow.estimate import Estimate
 from fxq.workflow.observed_model import ObservedModel
 from fxq.workflow.steps import QdqCache, Trial, all_on_integers, converted, prepared, warn_again
+from fxq.workflow.time_estimate import Estimate
 
 log = logging.getLogger("fxq")
 

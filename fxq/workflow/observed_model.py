@@ -21,7 +21,7 @@ from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import record
 from fxq.quant.observer_base import Observer
-from fxq.workflow.estimate import Estimate
+from fxq.workflow.time_estimate import Estimate
 
 
 class ObservedModel(fx.GraphModule):
