@@ -292,11 +292,17 @@ def _with_remedies(context: Context, planner: _Planner, plans: Mapping[fx.Node, 
     """
     whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(planner.ops[n]),)}
     remedies = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
-    in_float = [n for n, plan in plans.items() if _has_float_ops(plan) and not plan.decision.fix and n not in whole]
+    in_float = [n for n, plan in plans.items() if _other_backend_may_run(plan) and n not in whole]
     if in_float and context.backend.name != "reference":
         plans_there = planner.plans(get_backend("reference", device_of(context.model)))
         remedies.update({n: 'recipe.with_backend("reference")' for n in in_float if not _has_float_ops(plans_there[n])})
     return {node: plan.decided(fix=remedies[node]) if node in remedies else plan for node, plan in plans.items()}
+
+
+def _other_backend_may_run(plan: Plan) -> bool:
+    """Whether a plan without a remedy leaves ops in float for a reason that another backend may not have."""
+    decision = plan.decision
+    return _has_float_ops(plan) and not decision.fix and decision.kind not in ("no tensor", "excluded by the recipe")
 
 
 def _has_float_ops(plan: Plan) -> bool:

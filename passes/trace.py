@@ -23,6 +23,7 @@ from fxq.errors import FxqError, InputError, RecipeError, TraceError, warn, word
 from fxq.graph.analysis.macs import macs_of
 from fxq.graph.info import Decision, info
 from fxq.graph.query import is_check, read_attribute
+from fxq.graph.run import Runner
 from fxq.graph.uncompiled import UncompiledModule
 from fxq.pipeline.context import Context
 from fxq.pipeline.manager import is_own
@@ -334,10 +335,9 @@ def _counts_samples(context: Context, gm: fx.GraphModule) -> bool:
         return False
     at = count // 2
     sample = copied(first_of(context.example, 1, at))
-    run = _callable(gm)
     try:
         with context.untouched(), untouched(gm), seeded(), torch.inference_mode(False), torch.no_grad():
-            got = list(tensors(run(*sample.args, **sample.kwargs)))
+            got = list(tensors(Runner(gm, sample).run()))  # generating code would take longer
         pairs = zip(tensors(context.outputs), got, strict=True)
         return same_values(got, [part_for(whole, alone, at, 1, count) for whole, alone in pairs])
     except Exception:  # models raise errors of any type for a wrong size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
 from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, difference, largest_value
-from fxq.graph.region_run import RegionOutput, run_region
+from fxq.graph.region_run import RegionOutput, run_region, weights_in
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
 from fxq.recipe.pass_base import Pass, Stage
@@ -49,7 +49,8 @@ class VerifyLowering(Pass):
     The lowered graph runs on the first recorded batch (part of it if the samples are large), and on its first sample
     alone, since kernels plan by input shape. If recorded samples have other shapes, it also runs on one sample each of
     the first two of these. Kernels whose code depends on the image size also run alone at two other sizes, on inputs
-    that are cropped or repeated.
+    that are cropped or repeated. On the first batch all kernels are compared; at other sizes, one of those that differ
+    only in the values of their tensors, as the layers of a transformer.
 
     Args:
         tolerance: how much further than half a step an integer may be from the real value, in steps.
@@ -120,13 +121,18 @@ class VerifyLowering(Pass):
         singles = [first_of(sample, 1) if context.divisible else sample for sample in (batch, *context.samples)]
         by_shapes = {str(single): single for single in singles if str(single) != str(batch)}  # `str` gives the shapes
         for single in [*by_shapes.values()][: 1 + _EXTRA_SHAPES]:
-            more = self._compare(rewriter, single) or _Findings()
+            more = self._compare(rewriter, single, is_first=False) or _Findings()
             findings.wrong.update({k: v for k, v in more.wrong.items() if k not in findings.wrong})
             findings.overwrites.update(more.overwrites)
         return findings
 
     def _compare(
-        self, rewriter: Rewriter[Context], batch: Batch, certain: bool = False, resizes: bool = False
+        self,
+        rewriter: Rewriter[Context],
+        batch: Batch,
+        certain: bool = False,
+        resizes: bool = False,
+        is_first: bool = True,
     ) -> _Findings | None:
         """Find wrong kernels on one batch.
 
@@ -135,11 +141,12 @@ class VerifyLowering(Pass):
             batch: inputs of the model.
             certain: whether the graph must run on this batch, so that an error is raised if it does not.
             resizes: whether kernels also run alone at other sizes.
+            is_first: whether it is the batch on which all kernels are compared, see `_Verifier`.
 
         Returns:
             The findings; None if the graph does not run on the batch.
         """
-        verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self, resizes)
+        verifier = _Verifier(rewriter.gm, batch, rewriter.context.regions, self, resizes, is_first)
         try:
             with torch.no_grad():
                 verifier.run()
@@ -209,6 +216,8 @@ class _Verifier(Runner):
     Attributes:
         findings: findings so far.
         resizes: whether each kernel also runs alone on resized inputs, see `Kernel.at_other_sizes`.
+        compares_all: whether all kernels are compared; else one of those that are alike, see `_likeness`.
+        right: likenesses of the kernels that were right, on the run's inputs and on resized ones.
         lasting: by address, memory that outlives a run and must not be overwritten: weights and inputs of the model.
     """
 
@@ -219,9 +228,11 @@ class _Verifier(Runner):
         regions: dict[fx.Node, Region],
         rules: VerifyLowering,
         resizes: bool,
+        compares_all: bool,
     ) -> None:
         super().__init__(gm, batch)
-        self.resizes = resizes
+        self.resizes, self.compares_all = resizes, compares_all
+        self.right: set[Hashable] = set()
         self.regions, self.rules, self.findings = regions, rules, _Findings()
         lasting = {"a weight": [*gm.parameters(), *gm.buffers()], "an input of the model": list(self.values.values())}
         self.lasting = {storage_address(tensor): name for name, values in lasting.items() for tensor in tensors(values)}
@@ -231,7 +242,11 @@ class _Verifier(Runner):
         region = self.regions.get(node)
         if region is None:
             return super().compute(node)
-        values = {read: self.values[now] for read, now in inputs_now(self.gm, node, region).items()}
+        likeness = self._likeness(node)
+        if likeness in self.right and not self.compares_all:
+            return self._run_kernel(node)
+        inputs, weights = inputs_now(self.gm, node, region), weights_in(self.gm, region)
+        values = {read: self.values[now] for read, now in inputs.items()} | weights
         expected = run_region(self.gm, region, values)
         try:
             got = self._run_kernel(node)
@@ -244,16 +259,20 @@ class _Verifier(Runner):
             why = f"it raised {type(error).__name__}: {words_of(error)}"
         if why is None and not all(map(identical, tensors(later), tensors(got))):
             why = "bound to its inputs it returns something else"
+        if why is None and likeness not in self.right:
+            why = self._wrong_at_other_sizes(node, region, weights)
         if why is None:
-            why = self._wrong_at_other_sizes(node, region)
-        if why is None:
+            self.right |= {likeness} - {None}
             return got
         self.findings.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
         right = tuple(result.value for result in expected)
         return right if len(right) > 1 else right[0]
 
-    def _wrong_at_other_sizes(self, node: fx.Node, region: Region) -> str | None:
-        """Description of how a kernel's result differs on resized inputs; None if it agrees or has no such inputs."""
+    def _wrong_at_other_sizes(self, node: fx.Node, region: Region, weights: Mapping[fx.Node, Any]) -> str | None:
+        """Description of how a kernel's result differs on resized inputs; None if it agrees or has no such inputs.
+
+        `weights`: as of `weights_in`.
+        """
         kernel = submodule(self.gm, node)
         if not self.resizes or not isinstance(kernel, Kernel) or node.kwargs:
             return None
@@ -264,7 +283,7 @@ class _Verifier(Runner):
         for resized in kernel.at_other_sizes(*inputs):
             own = own or copy.deepcopy(kernel, {id(shared): shared for shared in (*kernel.buffers(), kernel.form)})
             of_node = dict(zip(node.args, resized, strict=True))
-            values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}
+            values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()} | weights
             try:
                 expected = run_region(self.gm, region, values)
             except Exception:  # the layer rejects this size; torch raises errors of many types
@@ -278,6 +297,17 @@ class _Verifier(Runner):
                 sizes = " and ".join(dict.fromkeys(str(tuple(x.shape)) for x in resized))
                 return f"on inputs cut or repeated to {sizes}: {why}"
         return None
+
+    def _likeness(self, node: fx.Node) -> Hashable:
+        """Key that kernels with equal options, and with tensors and inputs of equal sizes, share; None if unknown."""
+        kernel, inputs = submodule(self.gm, node), self._inputs(node)
+        if not isinstance(kernel, Kernel) or inputs is None or node.kwargs:
+            return None
+        tensors = [*inputs, *kernel.buffers()]
+        kinds = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
+        nodes = kernel.form.nodes if kernel.form is not None else ()
+        form = [(op, None if op in ("get_attr", "placeholder") else target, *read) for op, target, *read, _, _ in nodes]
+        return kernel.described, repr((kernel.config(), form)), kernel.inplace, kinds
 
     def _inputs(self, node: fx.Node) -> list[Tensor] | None:
         """Values that a kernel reads; None if not all are tensors."""

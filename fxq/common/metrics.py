@@ -48,14 +48,7 @@ class Agreement:
 
     def add(self, reference: Tensor, value: Tensor) -> None:
         """Add a tensor and its reference, with the same number of elements, on any device."""
-        a, b = (t.detach().to("cpu").reshape(-1) for t in (reference, value))
-        for want, got in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True):
-            want, got = want.double(), got.double()
-            difference = want - got
-            if not math.isfinite(float(difference.sum())):  # equal infinities, as after a mask, are no error
-                equal = (want.isinf() & (want == got)) | (want.isnan() & got.isnan())
-                want, got = want.masked_fill(equal, 0.0), got.masked_fill(equal, 0.0)
-                difference = want - got
+        for want, got, difference in _pieces(reference, value):
             self.signal += float(torch.dot(want, want))
             self.energy += float(torch.dot(got, got))
             self.cross += float(torch.dot(want, got))
@@ -75,11 +68,7 @@ class Agreement:
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise ratio in dB: infinity for equal tensors, NaN if a difference is not finite."""
-        if self.noise == 0.0:
-            return math.inf
-        if not math.isfinite(self.noise):
-            return math.nan
-        return 10.0 * math.log10(self.signal / self.noise) if self.signal > 0.0 else -math.inf
+        return _decibels(self.signal, self.noise)
 
     @property
     def cosine(self) -> float:
@@ -95,6 +84,31 @@ class Agreement:
         return math.nan if math.isnan(self.noise) else self.largest
 
 
+def _pieces(reference: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Pieces of a tensor, of another one and of their difference, float64 (n,), with 0 where both are equally infinite.
+
+    The same applies where both are NaN.
+    """
+    a, b = (t.detach().to("cpu").reshape(-1) for t in (reference, value))
+    for want, got in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True):
+        want, got = want.double(), got.double()
+        difference = want - got
+        if not math.isfinite(float(difference.sum())):  # equal infinities, as after a mask, are no error
+            equal = (want.isinf() & (want == got)) | (want.isnan() & got.isnan())
+            want, got = want.masked_fill(equal, 0.0), got.masked_fill(equal, 0.0)
+            difference = want - got
+        yield want, got, difference
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """Ratio of two powers in dB: infinity without noise, NaN if the noise is not finite."""
+    if noise == 0.0:
+        return math.inf
+    if not math.isfinite(noise):
+        return math.nan
+    return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+
+
 def sqnr(reference: Any, value: Any) -> float:
     """Signal to quantization noise ratio of `value` against `reference`, in dB.
 
@@ -108,10 +122,14 @@ def sqnr(reference: Any, value: Any) -> float:
 
     Source: Krishnamoorthi 2018, section 3.
     """
-    agreement = Agreement()
-    for a, b in zip(tensors(reference), tensors(value), strict=True):
-        agreement.add(a, b)
-    return agreement.sqnr
+    pairs = list(zip(tensors(reference), tensors(value), strict=True))
+    if all(a is b or torch.equal(a, b) for a, b in pairs):  # as most values of a float op on the same inputs
+        return math.inf
+    signal = noise = 0.0
+    for want, _, difference in (piece for a, b in pairs for piece in _pieces(a, b)):
+        signal += float(torch.dot(want, want))
+        noise += float(torch.dot(difference, difference))
+    return _decibels(signal, noise)
 
 
 def token_weights(tokens: Tensor) -> Tensor:

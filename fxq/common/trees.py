@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
+_LEAF_TYPES = frozenset(
+    (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter)
+)
+"""Types of most leaves, which are not asked whether they are containers of some kind."""
+
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
     """Yield the leaves of nested containers, in order. A container for which `is_leaf` is true counts as a leaf.
@@ -18,7 +25,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> 
         >>> list(leaves({"x": (1, [2]), "y": slice(3)}))
         [1, 2, None, 3, None]
     """
-    if is_leaf(value):
+    if type(value) in _LEAF_TYPES or is_leaf(value):
         yield value
         return
     if isinstance(value, (tuple, list)):
@@ -33,7 +40,10 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> 
         yield value
         return
     for part in parts:
-        yield from leaves(part, is_leaf)
+        if type(part) in _LEAF_TYPES:
+            yield part
+        else:
+            yield from leaves(part, is_leaf)
 
 
 def mapped(value: Any, by: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
@@ -45,7 +55,7 @@ def mapped(value: Any, by: Callable[[Any], Any], is_leaf: Callable[[Any], bool] 
         >>> mapped({"x": (1, [2]), "y": 3}, lambda number: number + 1)
         {'x': (2, [3]), 'y': 4}
     """
-    if is_leaf(value):
+    if type(value) in _LEAF_TYPES or is_leaf(value):
         return by(value)
     if isinstance(value, tuple):
         parts = [mapped(part, by, is_leaf) for part in value]

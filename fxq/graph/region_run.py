@@ -71,12 +71,15 @@ def run_region(
     Args:
         gm: module of the graph that the region was read from.
         region: the region.
-        values: values of the region's inputs, by node.
+        values: values of the region's inputs, by node; perhaps also those of its weights, see `weights_in`, which are
+            computed otherwise.
         rounded: function that rounds the values that later steps of the region read.
     """
     env, results = dict(values), dict.fromkeys(region.outputs, RegionOutput(None))
     integers: dict[Any, RegionOutput] = {}
     for step in region.steps:
+        if step.node in env:
+            continue
         rounds = is_op(step, "quantize", "requantize")
         if rounds:
             (raw,), grid = arguments_of(step, env)
@@ -89,3 +92,26 @@ def run_region(
         if step is not region.steps[-1]:
             env[step.node] = rounded(result) if rounds else result.raw
     return list(results.values())
+
+
+def weights_in(gm: fx.GraphModule, region: Region) -> dict[fx.Node, Any]:
+    """Values of the weights that a region dequantizes, by node, for several runs of it.
+
+    Args:
+        gm: module of the graph that the region was read from.
+        region: the region.
+    """
+    env: dict[fx.Node, Any] = {}
+    weights = [step for step in region.steps[:-1] if step.op == "get_attr" or _is_dequantized_constant(step)]
+    for step in weights:
+        env[step.node] = value_of(gm, step, env)
+    return env
+
+
+def _is_dequantized_constant(step: NodeSnapshot) -> bool:
+    """Whether a step dequantizes a constant."""
+    if not is_op(step, "dequantize"):
+        return False
+    read: list[fx.Node] = []
+    fx.node.map_arg((step.args, step.kwargs), read.append)
+    return all(node.op == "get_attr" for node in read)

@@ -23,7 +23,7 @@ from fxq.graph.place import where
 from fxq.graph.query import module_of
 from fxq.graph.run import Runner
 from fxq.graph.uncompiled import UncompiledModule
-from fxq.graph.view import NodeView, view
+from fxq.graph.view import GraphView, NodeView, view
 from fxq.pipeline.context import Context
 from fxq.pipeline.history import History, Snapshot
 from fxq.pipeline.invariants import check
@@ -152,6 +152,7 @@ class PassManager:
                 "It is too late in the pipeline: insert it earlier."
             )
         rewriter = Rewriter(self.gm, self.context, step.name, source_of(type(step).run))
+        gm, stage = self.gm, self.stage
         start = time.perf_counter()
         try:
             step.run(rewriter)
@@ -164,11 +165,14 @@ class PassManager:
         seconds = time.perf_counter() - start
         self.gm = rewriter.gm
         self.stage = max(self.stage, step.gives)
-        check(self.gm, self.stage, step.name)
+        # passes of the user may edit without the rewriter
+        edited = rewriter.edits or rewriter.touched or not is_own(step) or self.gm is not gm
+        if edited or self.stage > stage:
+            check(self.gm, self.stage, step.name)
         if not is_own(step):
             self._try_out(step)
             check(self.gm, self.stage, step.name)  # now it is known which of its nodes are tensors
-        self._snapshot(step, rewriter, seconds)
+        self._snapshot(step, rewriter, seconds, None if edited or not self.history else self.history[-1].graph)
 
     def _try_out(self, step: Pass) -> None:
         """Run the graph on the example after a pass of the user, so that an error names this pass and not a later one.
@@ -188,11 +192,14 @@ class PassManager:
                 if info(node).shape is None and isinstance(value, Tensor):
                     set_info(node, shape=tuple(value.shape), dtype=value.dtype)
 
-    def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float) -> None:
-        # passes of the user may edit without the rewriter
-        for node in rewriter.touched if is_own(step) else list(self._views):
-            self._views.pop(node, None)
-        graph = view(self.gm, step.name, self._views)
+    def _snapshot(self, step: Pass, rewriter: Rewriter, seconds: float, same: GraphView | None) -> None:
+        """Add a snapshot to the history. `same`: view of the graph before the pass, if it left the graph as it was."""
+        if same is not None:
+            graph = replace(same, name=step.name)
+        else:
+            for node in rewriter.touched if is_own(step) else list(self._views):
+                self._views.pop(node, None)
+            graph = view(self.gm, step.name, self._views)
         value = self._measure(step) if self.context.recipe.check == "numeric" else None
         edits, near_misses = tuple(rewriter.edits), rewriter.near_misses.all()
         self.history.snapshots.append(Snapshot(step.name, seconds, edits, graph, self.stage, value, near_misses))

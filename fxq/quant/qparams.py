@@ -116,6 +116,10 @@ def _pieces(x: Tensor, axis: int, block: int, *values: Tensor) -> Iterator[tuple
             yield part, *(v.narrow(axis, first, blocks).unsqueeze(axis + 1) if v.dim() else v for v in values)
 
 
+_AT_ONCE = 1 << 18
+"""Values of a large weight that are quantized at once: a float copy of the whole would take long to allocate."""
+
+
 def _quantize_blocks(
     x: Tensor,
     scale: Tensor,
@@ -129,6 +133,13 @@ def _quantize_blocks(
     """Quantize on a grid per block, without scales and zero points in the size of `x`."""
     if axis is None or block is None:
         return _quantize_tensor(x, scale, zero_point, axis, block, qmin, qmax, dtype)
+    rows = max(_AT_ONCE * len(x) // max(x.numel(), 1), 1)
+    if len(x) > 8 * rows and axis % x.dim() and len(scale) == len(x) and zero_point.shape in (scale.shape, ()):
+        q = torch.empty(x.shape, dtype=dtype, device=x.device)
+        for i in range(0, len(x), rows):
+            z = zero_point[i : i + rows] if zero_point.dim() else zero_point
+            q[i : i + rows] = _quantize_blocks(x[i : i + rows], scale[i : i + rows], z, axis, block, qmin, qmax, dtype)
+        return q
     x, is_between = as_float32(x).clone(), zero_point.is_floating_point()
     for part, s, z in _pieces(x, axis % x.dim(), block, scale, zero_point):
         part.div_(s)
