@@ -162,3 +162,14 @@ def test_infinity_where_it_should_be_is_no_error():
     assert (agreement.sqnr, agreement.max_error) == (20.0, 0.5)
     agreement.add(want, -want)
     assert math.isnan(agreement.sqnr)
+
+
+def test_sqnr_is_that_of_the_sums():
+    want = [torch.randn(3, 5), torch.tensor([1.0, math.inf]), torch.tensor([0.5, math.nan])]
+    got = [want[0] + 0.01 * torch.randn(3, 5), want[1] + 0.1, want[2] - 0.1]
+    agreement = Agreement()
+    for a, b in zip(want, got, strict=True):
+        agreement.add(a, b)
+    assert sqnr(want, got) == agreement.sqnr
+    assert sqnr(want[:2], want[:2]) == sqnr(want, want) == math.inf
+    assert math.isnan(sqnr(want[0], torch.full((3, 5), math.inf)))

@@ -5,7 +5,7 @@ import torch
 
 from fxq.cost.prices import regions_of
 from fxq.graph.info import info
-from fxq.graph.region_run import run_region
+from fxq.graph.region_run import run_region, weights_in
 from tests.support.graphs import until
 from tests.support.helpers import REFERENCE
 from tests.support.models import NETWORKS, batch, build
@@ -41,3 +41,16 @@ def test_a_region_computes_what_its_graph_does(name):
         ]
         got = run_region(gm, region, values)[0].value
         assert torch.equal(got, own(*values.values()))
+
+
+def test_weights_that_are_computed_beforehand():
+    gm = until(build("residual"), batch("residual"), "propagate", REFERENCE).gm
+    seen = 0
+    for region in regions_of(gm, list(gm.graph.nodes)).values():
+        values, weights = integers(region), weights_in(gm, region)
+        seen += len(weights)
+        for alone, with_weights in zip(
+            run_region(gm, region, values), run_region(gm, region, values | weights), strict=True
+        ):
+            assert torch.equal(alone.value, with_weights.value)
+    assert seen

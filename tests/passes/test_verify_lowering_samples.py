@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends.plain.weight_only import WeightOnlyLinear
 from fxq.backends.x86.onednn_conv import OnednnConv
+from fxq.passes import verify_lowering
 from fxq.passes.verify_lowering import _Verifier
 from tests.support.graphs import kinds
 from tests.support.kernels import planted
@@ -114,3 +116,62 @@ def test_a_kernel_that_is_wrong_for_images_of_another_size(monkeypatch, wrong, w
     with pytest.warns(fxq.FxqWarning, match=f"a.*kernel is wrong on this machine: {where}"):
         quantized = fxq.quantize(Sizes().eval(), X86.with_optimize("coverage"), data=data)
     assert kinds(quantized).count("x86.conv") < 3
+
+
+class Alike(nn.Module):
+    """Layers that differ only in their weights, but for the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(16, size) for size in (16, 16, 16, 8))
+
+    def forward(self, x):
+        return self.d(self.c(self.b(self.a(x).relu()).relu()).relu())
+
+
+def quantized_alike(model, samples=3):
+    recipe = fxq.Recipe.weight_only()
+    return fxq.quantize(model, recipe, example_inputs=torch.randn(samples, 16))
+
+
+def test_kernels_that_are_alike_are_all_compared_on_the_batch(monkeypatch):
+    model = Alike().eval()
+    planted(monkeypatch, WeightOnlyLinear, lambda y: y + (y.abs().sum() > 0))
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong") as told:
+        quantized = quantized_alike(model)
+    assert "weight_only.linear" not in kinds(quantized)
+    assert sum("kernel is wrong" in str(warning.message) for warning in told) == 4
+
+
+def test_one_wrong_kernel_of_those_that_are_alike(monkeypatch):
+    """Its weight makes the difference, so that no other layer stands for it."""
+    model, forward = Alike().eval(), WeightOnlyLinear.forward
+    with torch.no_grad():
+        model.c.weight.mul_(100)
+
+    def wrong(self, x):
+        return forward(self, x) * (1.5 if self._buffers["weight_scale"].max() > 0.1 else 1)
+
+    monkeypatch.setattr(WeightOnlyLinear, "forward", wrong)
+    monkeypatch.setattr(WeightOnlyLinear, "bind", lambda self, x: self.forward)
+    with pytest.warns(fxq.FxqWarning, match='layer "c".*kernel is wrong'):
+        quantized = quantized_alike(model)
+    assert kinds(quantized).count("weight_only.linear") == 3
+
+
+def test_at_other_sizes_one_of_those_that_are_alike_is_compared(monkeypatch):
+    rows, compared = [], []
+    forward, compare = WeightOnlyLinear.forward, verify_lowering.difference
+    monkeypatch.setattr(WeightOnlyLinear, "forward", lambda self, x: rows.append(len(x)) or forward(self, x))
+    monkeypatch.setattr(verify_lowering, "difference", lambda *a: compared.append(len(a[4])) or compare(*a))
+    quantized = quantized_alike(Alike().eval())
+    assert kinds(quantized).count("weight_only.linear") == 4
+    assert [compared.count(n) for n in (3, 1)] == [4, 2]  # on the batch all; on one sample, and with many rows, two
+    assert len(compared) == 8 and rows.count(1) >= 4
+
+
+def test_kernels_that_are_wrong_for_one_sample_and_alike(monkeypatch):
+    planted(monkeypatch, WeightOnlyLinear, lambda y: y if len(y) > 1 else y + 2)
+    with pytest.warns(fxq.FxqWarning, match="kernel is wrong"):
+        quantized = quantized_alike(Alike().eval())
+    assert "weight_only.linear" not in kinds(quantized)

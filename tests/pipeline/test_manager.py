@@ -364,3 +364,27 @@ def test_what_rounding_leaves_of_zero_is_no_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxqWarning)
         fxq.prepare(Zero().eval(), REFERENCE, example_inputs=X)
+
+
+# ---- passes without edits
+
+
+class Idle(Pass):
+    """A pass as one of fxq's own that finds nothing to do."""
+
+    __module__ = "fxq.passes.idle"
+    name = "idle"
+    needs = gives = Stage.CANONICAL
+
+    def run(self, rewriter):
+        pass
+
+
+def test_a_pass_that_edits_nothing_has_the_view_of_the_one_before(monkeypatch):
+    manager, checked = managed(two_linears(), X), []
+    manager.run([Trace(), Canonicalize()])
+    monkeypatch.setattr("fxq.pipeline.manager.check", lambda gm, stage, after: checked.append(after))
+    manager.run([Idle(), Fuse()])
+    before, idle = manager.history[-3], manager.history["idle"]
+    assert all(a is b for a, b in zip(before.graph, idle.graph, strict=True)) and idle.graph.name == "idle"
+    assert checked == ["fuse"]  # which reaches another stage

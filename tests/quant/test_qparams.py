@@ -356,3 +356,14 @@ def test_rounded_is_the_nearest_value_of_the_grid():
     assert (grid.rounded(x) - x).abs().max() <= 0.05 * 1.001
     assert torch.equal(grid.rounded(grid.rounded(x)), grid.rounded(x))
     assert grid.rounded(torch.tensor([-20.0, 20.0])).tolist() == pytest.approx([-10.0, 15.5])
+
+
+@pytest.mark.parametrize("has_zero_points", [False, True])
+def test_a_large_weight_is_quantized_by_rows(monkeypatch, has_zero_points):
+    """The result is that of the whole."""
+    x, scale = torch.randn(40, 3, 7), torch.rand(40, 2, 7) + 0.1
+    zero_point = torch.randint(-3, 3, scale.shape) if has_zero_points else torch.zeros((), dtype=torch.int32)
+    qp = QParams(scale, zero_point.expand_as(scale), -8, 7, torch.int8, 1, 2)
+    whole = quantize(x, qp)
+    monkeypatch.setattr("fxq.quant.qparams._AT_ONCE", 3 * 7 * 2)
+    assert torch.equal(quantize(x, qp), whole)
