@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxq.graph.query import NodeSnapshot, arguments_of, is_op, options_of
+from fxq.graph.query import NodeSnapshot, arguments_of, flat_nodes, is_op, options_of
 from fxq.graph.region import Region
 from fxq.graph.run import value_of
 from fxq.quant.qparams import spread
@@ -112,6 +112,4 @@ def _is_dequantized_constant(step: NodeSnapshot) -> bool:
     """Whether a step dequantizes a constant."""
     if not is_op(step, "dequantize"):
         return False
-    read: list[fx.Node] = []
-    fx.node.map_arg((step.args, step.kwargs), read.append)
-    return all(node.op == "get_attr" for node in read)
+    return all(node.op == "get_attr" for node in flat_nodes((step.args, step.kwargs)))
