@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx, nn
 
 from fxq.calibration.ranks import AUTO
-from fxq.common.collection import collecting_new_objects
 from fxq.common.isolation import untouched
 from fxq.dispatch import (
     calibrate_model,
@@ -98,8 +97,7 @@ def quantize(
     check_effort(effort)
     chosen = as_recipe(recipe)
     check_needs_no_training(chosen)
-    resumed = checkpoint if data is None else None
-    with collecting_new_objects(), reading_weights(model, weights) as readable, resuming_grids(resumed):
+    with reading_weights(model, weights) as readable, resuming_grids(checkpoint if data is None else None):
         if effort == "fast":
             chosen = quick(chosen)
         elif effort == "best":

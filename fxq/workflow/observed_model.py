@@ -9,14 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxq.common.data import Batch
 from fxq.common.isolation import autocast_on
 from fxq.display.notebook import html
 from fxq.display.tables import line, text
 from fxq.errors import InputError
-from fxq.graph.uncompiled import UncompiledModule
 from fxq.pipeline.float_values import FloatValues
 from fxq.pipeline.history import History
 from fxq.pipeline.manager import PassManager
@@ -25,7 +24,7 @@ from fxq.quant.observer_base import Observer
 from fxq.workflow.time_estimate import Estimate
 
 
-class ObservedModel(UncompiledModule):
+class ObservedModel(fx.GraphModule):
     """Model with observers: calibrate it by calling it on data, then `fxq.convert` it, any number of times.
 
     Attributes:
