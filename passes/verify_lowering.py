@@ -283,7 +283,7 @@ class _Verifier(Runner):
         for resized in kernel.at_other_sizes(*inputs):
             own = own or copy.deepcopy(kernel, {id(shared): shared for shared in (*kernel.buffers(), kernel.form)})
             of_node = dict(zip(node.args, resized, strict=True))
-            values = {read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()} | weights
+            values = {**{read: of_node[now] for read, now in inputs_now(self.gm, node, region).items()}, **weights}
             try:
                 expected = run_region(self.gm, region, values)
             except Exception:  # the layer rejects this size; torch raises errors of many types
