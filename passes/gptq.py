@@ -77,6 +77,10 @@ class Gptq(Reconstruction):
     def replaceable(self) -> bool:
         return not self.needs_data
 
+    @property
+    def holds_out(self) -> bool:
+        return self.trials
+
     def applies(self, configs: Collection[QuantConfig]) -> bool:
         weights = [config.weight for config in configs if config.weight is not None]
         return any(weight.format == "integer" and weight.bits <= self.max_bits for weight in weights)

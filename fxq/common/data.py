@@ -136,6 +136,17 @@ def naming_batch(i: int, batch: Batch) -> Iterator[None]:
         raise InputError(f"data, batch {i} {batch}: the model does not run on it: {words_of(error)}") from error
 
 
+@contextmanager
+def naming_samples(name: str) -> Iterator[None]:
+    """Context for a pass that runs the model on recorded samples; its errors say so."""
+    try:
+        yield
+    except FxqError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"{name}: the model does not run on the calibration data: {words_of(error)}") from error
+
+
 def device_of(model: nn.Module) -> str:
     """Type of the device of a model, such as "cpu"."""
     return next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")

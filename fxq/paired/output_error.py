@@ -79,19 +79,23 @@ _MIN_POWER = 1e-30
 
 
 class InputProducts:
-    """Gram matrix of a layer's inputs, their products with the inputs in the float model, and sums of both.
+    """Gram matrix of a layer's inputs, products with their errors against the float model, and sums of both inputs.
 
     All are summed over patches. A layer should return for its inputs what the float weight returns for the inputs in
     the float model. Layers that read one value share the products.
+
+    Args:
+        weight: float weight, (G, R, K), of the only layer that reads the inputs. The errors are then those of its
+            outputs, which is less work if there are fewer outputs than inputs. None: the errors of the inputs.
 
     Attributes:
         count: number of patches.
         derived: cache of what passes compute from the products alone, by keys of the passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor | None = None) -> None:
         self.count, self.derived = 0, dict[Hashable, Any]()
-        self._sums: tuple[Tensor, ...] = ()
+        self._weight, self._sums = weight, dict[str, Tensor]()
 
     def add(self, x: Tensor, real: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Add patches.
@@ -103,38 +107,54 @@ class InputProducts:
         """
         self.count += x.shape[1]
         weighted = x if counts is None else x * counts[:, None]
-        gram, total = _symmetric(weighted, x), weighted.sum(1)
-        mixed, real_total = gram, total
+        total = weighted.sum(1)
+        sums = {"gram": _symmetric(weighted, x), "x": total, "real": total.clone()}
         if real is not None:
-            mixed = weighted.mT @ real
-            real_total = real.sum(1) if counts is None else (real * counts[:, None]).sum(1)
-        sums = gram, mixed, total, real_total
-        self._sums = tuple(map(torch.add, self._sums, sums)) if self._sums else sums
+            error = x - real
+            error = error if self._weight is None else error @ self._weight.mT
+            sums["error"] = error.mT @ weighted
+            sums["real"] = real.sum(1) if counts is None else (real * counts[:, None]).sum(1)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
     def merged(self, other: InputProducts) -> InputProducts:
-        """Products over the patches of both. May share memory with this one."""
-        both = InputProducts()
+        """Products over the patches of both, which get no more patches: the result may share their memory."""
+        both = InputProducts(self._weight)
         both.count = self.count + other.count
-        parts = [products._sums for products in (self, other) if products.count]
-        both._sums = tuple(map(torch.add, *parts)) if len(parts) == 2 else parts[0] if parts else self._sums
+        for name in {**self._sums, **other._sums}:
+            parts = [products._sums[name] for products in (self, other) if name in products._sums]
+            both._sums[name] = torch.add(*parts) if len(parts) == 2 else parts[0]
         return both
 
     def trusting(self, patches: float) -> InputProducts:
         """Products with artificial patches added, of independent inputs of average size, equal in the float model.
 
+        The result shares memory with these products, which get no more patches.
+
         Args:
             patches: number of patches for each input of the weight.
         """
-        gram, mixed, *totals = self._sums
-        size = patches * gram.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] / max(self.count, 1)
-        more = size * torch.eye(gram.shape[2], dtype=gram.dtype, device=gram.device)
-        products = InputProducts()
-        products.count, products._sums = self.count, (gram + more, mixed + more, *totals)
+        gram = self._sums["gram"]
+        size = patches * gram.shape[2] * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None] / max(self.count, 1)
+        products, gram = InputProducts(self._weight), gram.clone()
+        gram.diagonal(dim1=1, dim2=2).add_(size)
+        products.count, products._sums = self.count, {**self._sums, "gram": gram}
         return products
 
-    def means(self) -> tuple[Tensor, ...]:
-        """Mean products of each two inputs, (G, K, K), of inputs and float inputs, and means of both, (G, K)."""
-        return tuple(total / max(self.count, 1) for total in self._sums)
+    def gram(self) -> Tensor:
+        """Mean product of each two inputs, (G, K, K)."""
+        return self._sums["gram"] / max(self.count, 1)
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Means of the inputs and of the float inputs, (G, K)."""
+        return self._sums["x"] / max(self.count, 1), self._sums["real"] / max(self.count, 1)
+
+    def errors(self, weight: Tensor) -> Tensor:
+        """Mean product of each output's error and each input, (G, R, K), with the float weight, (G, R, K)."""
+        if "error" not in self._sums:
+            return torch.zeros_like(weight)
+        error = self._sums["error"] / max(self.count, 1)
+        return weight @ error if self._weight is None else error
 
 
 def _symmetric(a: Tensor, b: Tensor) -> Tensor:
@@ -170,15 +190,14 @@ class OutputError:
     @cached_property
     def gram(self) -> Tensor:
         """Mean product of each two inputs, (G, K, K); their covariance if `centred`."""
-        gram, _, x, _ = self.inputs.means()
+        gram, (x, _) = self.inputs.gram(), self.inputs.means()
         return gram - x[:, :, None] * x[:, None] if self.centred else gram
 
     @cached_property
     def slope(self) -> Tensor:
         """Half of the gradient of the error at the float weight, (G, R, K): not 0 where inputs differ from float."""
-        gram, mixed, x, real = self.inputs.means()
-        apart = gram - mixed.mT
-        return self.weight @ (apart - (x - real)[:, :, None] * x[:, None] if self.centred else apart)
+        errors, (x, real) = self.inputs.errors(self.weight), self.inputs.means()
+        return errors - self.weight @ (x - real)[:, :, None] * x[:, None] if self.centred else errors
 
     @property
     def cross(self) -> Tensor:
@@ -197,5 +216,5 @@ class OutputError:
 
     def shift(self, weight: Tensor) -> Tensor:
         """Mean of the wanted minus the actual output by channel, (G, R), with a weight (G, R, K)."""
-        _, _, x, real = self.inputs.means()
+        x, real = self.inputs.means()
         return (self.weight @ real[:, :, None] - weight @ x[:, :, None])[:, :, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import samples_in
+from fxq.common.data import naming_samples, samples_in
 from fxq.common.isolation import seeded
 from fxq.common.metrics import identical, token_weights
 from fxq.common.progress import progress_bar
@@ -68,6 +68,11 @@ class Reconstruction(Pass):
     def samples_read(self) -> int:
         return self.samples
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether `trust_in` reads patches that are held out."""
+        return False
+
     def takes(self, layer: IntegerLayer) -> bool:
         """Whether the pass chooses the integers of a layer."""
         return True
@@ -82,7 +87,7 @@ class Reconstruction(Pass):
         Args:
             layer: weight and grid.
             fit: error on the first part of each batch.
-            held_out: error on the rest.
+            held_out: error on the rest; there are none unless the pass `holds_out`.
         """
         return self.trust
 
@@ -107,19 +112,23 @@ class Reconstruction(Pass):
             all_layers = [layer for of_node in layers.values() for layer in of_node]
             tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
             at_once = 1 if context.divisible and weights > _MANY_WEIGHTS else None
-            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, at_once=at_once)
+            floats = context.floats.of(rewriter.gm, context) if context.floats.batches else None
+            runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, floats, at_once=at_once)
             count = sum(samples_in(batch) or 1 for batch in batches)
+            readers = Counter(layer.x for layer in all_layers)
             shared, of_value = _Products(), None
             for node in nodes:
                 of_node = layers.pop(node, [])
                 for layer in of_node:
                     if not layer.is_linear or layer.x is not of_value:
-                        shared, of_value = _products(layer, runs, count), layer.x if layer.is_linear else None
+                        shared = self._products(layer, runs, count, is_only_reader=readers[layer.x] == 1)
+                        of_value = layer.x if layer.is_linear else None
                     self._improve(rewriter, layer, runs, shared, least)
                     advance(layer.real.numel())
                 if not layers:  # what follows, such as the head of a language model, may be large
                     break
-                runs.step(node)
+                with naming_samples(self.name):
+                    runs.step(node)
 
     def _layers_by_node(self, gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[IntegerLayer]]:
         """Layers whose integers the pass chooses, by node."""
@@ -155,6 +164,31 @@ class Reconstruction(Pass):
         real, bias = read_attribute(gm, path), call.tensors.get(call.op.traits.bias or "")
         form = LayerMatrix(call, tuple(real.shape))
         yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
+
+    def _products(self, layer: IntegerLayer, runs: PairedRun, samples: int, is_only_reader: bool) -> _Products:
+        """Products of the inputs of a layer.
+
+        Args:
+            layer: the layer.
+            runs: the paired run, before the node of the layer.
+            samples: number of samples in the run.
+            is_only_reader: whether no other layer reads the inputs.
+        """
+        form, weight = layer.form, layer.form.rows(layer.real)
+        _, outputs, inputs = weight.shape
+        is_narrow = is_only_reader and not self.holds_out and 2 * outputs < inputs
+        products = _Products.of(weight.float() if is_narrow else None)
+        patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * inputs) / samples)
+        for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
+            got = wanted if layer.reads_rounded_tokens or torch.equal(got, wanted) else got
+            for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
+                counts = token_weights(real[0]) if layer.reads_tokens else x.new_ones(x.shape[1])
+                counts = counts / counts.mean()
+                part = math.ceil((1 - _HELD_OUT) * x.shape[1]) if self.holds_out else x.shape[1]
+                parts = (products.fit, slice(part)), (products.held_out, slice(part, None))
+                for of_part, rows in parts[: 1 + self.holds_out]:
+                    of_part.add(x[:, rows], None if got is wanted else real[:, rows], counts[rows])
+        return products
 
     def _improve(
         self, rewriter: Rewriter[Context], layer: IntegerLayer, runs: PairedRun, products: _Products, least: float
@@ -203,7 +237,7 @@ class _Products:
 
     Attributes:
         fit: those of the first part of each batch.
-        held_out: those of the rest.
+        held_out: those of the rest; there are none unless the pass `holds_out`.
         trusted: cache of `trusting`.
     """
 
@@ -211,33 +245,16 @@ class _Products:
     held_out: InputProducts = field(default_factory=InputProducts)
     trusted: dict[float, InputProducts] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, weight: Tensor | None) -> _Products:
+        """No products yet, with a weight as in `InputProducts`."""
+        return cls(InputProducts(weight), InputProducts(weight))
+
     def trusting(self, patches: float) -> InputProducts:
         """Products of both parts with artificial patches, see `InputProducts.trusting`."""
         if patches not in self.trusted:
             self.trusted[patches] = self.fit.merged(self.held_out).trusting(patches)
         return self.trusted[patches]
-
-
-def _products(layer: IntegerLayer, runs: PairedRun, samples: int) -> _Products:
-    """Products of the inputs of a layer.
-
-    Args:
-        layer: the layer.
-        runs: the paired run, before the node of the layer.
-        samples: number of samples in the run.
-    """
-    products, form = _Products(), layer.form
-    inputs = form.rows(layer.real).shape[2]
-    patches = math.ceil(max(_MIN_PATCHES, _PATCHES_PER_INPUT * inputs) / samples)
-    for got, wanted in (runs.states if layer.reads_state else runs.values)(layer.x):
-        got = wanted if layer.reads_rounded_tokens or torch.equal(got, wanted) else got
-        for x, real in zip(form.patches(got, patches), form.patches(wanted, patches), strict=True):
-            counts = token_weights(real[0]) if layer.reads_tokens else x.new_ones(x.shape[1])
-            counts = counts / counts.mean()
-            part = math.ceil((1 - _HELD_OUT) * x.shape[1])
-            for of_part, rows in ((products.fit, slice(part)), (products.held_out, slice(part, None))):
-                of_part.add(x[:, rows], None if got is wanted else real[:, rows], counts[rows])
-    return products
 
 
 _MANY_WEIGHTS = 2**24

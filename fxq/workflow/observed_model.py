@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxq.common.data import Batch
+from fxq.common.data import Batch, first_of
 from fxq.common.isolation import autocast_on
 from fxq.display.notebook import html
 from fxq.display.tables import line, text
@@ -73,6 +73,19 @@ class ObservedModel(fx.GraphModule):
         """Name of the first value whose range needs calibration; empty if all ranges are dynamic or values float."""
         observers = (module for module in self.modules() if isinstance(module, Observer) and not module.paused)
         return next((observer.name for observer in observers), "")
+
+    def see(self, batch: Mapping[str, Any]) -> None:
+        """Calibrate on a batch of keyword inputs.
+
+        Without ranges to calibrate, samples are recorded, and the graph runs on one of them only, since passes that
+        need the samples run it again.
+        """
+        if not self.calibrated and self.manager.context.divisible:
+            _record(self, (), dict(batch))
+            one = first_of(Batch((), batch), 1)
+            self.forward(*one.args, **one.kwargs)
+        else:
+            nn.Module.__call__(self, **batch)  # the __call__ of `fx.GraphModule` would print errors
 
     def take_calibration(self, other: ObservedModel) -> None:
         """Copy the statistics and recorded samples of another model with the same graph."""

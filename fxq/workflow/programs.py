@@ -278,7 +278,7 @@ def _calibrate(
             unused = 0 if _reads(program.observed) else unused + 1
             if not unused:
                 with naming_batch(i, batch):
-                    nn.Module.__call__(program.observed, **leaves)
+                    program.observed.see(leaves)
             advance()
             waiting = [program for program in prepared if _reads(program.observed)]
             if not waiting:

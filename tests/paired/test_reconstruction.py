@@ -127,11 +127,12 @@ def test_channels_that_come_out_worse_keep_their_integers():
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_the_error_of_patches_that_come_in_parts(centred):
+@pytest.mark.parametrize("of_outputs", [False, True])
+def test_the_error_of_patches_that_come_in_parts(centred, of_outputs):
     """It is that over all of them together; where it is centred, without the mean of each channel."""
     x, real = torch.rand(2, 50, 6) + 1, torch.rand(2, 50, 6)
     weight, float_weight = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    inputs, second_weight = InputProducts(), torch.randn(2, 3, 6)
+    inputs, second_weight = InputProducts(float_weight if of_outputs else None), torch.randn(2, 3, 6)
     for part in (slice(0, 7), slice(7, 7), slice(7, 50)):
         inputs.add(x[:, part], real[:, part])
     error = OutputError(inputs, float_weight, centred)

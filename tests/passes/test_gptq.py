@@ -295,6 +295,16 @@ def test_an_inserted_one_replaces_that_of_the_preset():
         FOUR_BITS.insert_pass(Gptq(), after="smooth").insert_pass(Gptq(), after="smooth")
 
 
+def test_data_that_the_model_does_not_run_on_is_named():
+    """The first sample of the batch is right."""
+    model = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32)).eval()
+    batch = torch.tensor([[1, 2], [3, 8]])
+    with pytest.raises(InputError, match=r"the model does not run on .*index out of range"):
+        fxq.quantize(
+            model, FOUR_BITS, data=[{"input": batch}], example_inputs={"one": (batch[:1],), "row": (batch[0],)}
+        )
+
+
 def error_of(x, real, weight):
     inputs = InputProducts()
     inputs.add(x[None], real[None])

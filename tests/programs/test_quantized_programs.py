@@ -212,6 +212,18 @@ def test_no_more_data_is_read_than_the_programs_need():
     assert list(qmodel.programs) == list(CALLS)
 
 
+@pytest.mark.parametrize(("recipe", "rows"), [(INT8, 1), (fxq.Recipe.static(backend="reference"), 6)])
+def test_a_graph_without_ranges_runs_on_one_sample_of_a_batch(recipe, rows):
+    """Passes that need the recorded samples run them."""
+    observed = fxq.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), recipe, example_inputs=torch.rand(6, 4))
+    seen = []
+    observed.__dict__["forward"] = lambda input: seen.append(len(input))
+    observed.see({"input": torch.rand(6, 4)})
+    assert seen == [rows] and observed.batches_seen == 1
+    (recorded,) = observed.manager.context.samples
+    assert len(recorded.kwargs["input"]) == 6
+
+
 def test_endless_data_that_leaves_a_program_out_ends_with_a_warning():
     examples = {name: CALLS[name] for name in ("prefill", "masked")}
     text = r"too few calls of the form masked\(.*: 2[0-9]{2} batches were read, the last 256"
