@@ -126,7 +126,8 @@ class Gptq(Reconstruction):
         factors = self._factors(error, size)
         order, ahead, back = factors.order, factors.ahead, factors.order.argsort()
         # columns are rows here, which are contiguous: (groups, inputs, outputs)
-        target = (layer.weight[:, :, order].mT - factors.solved(error.slope)).contiguous()  # float, of least error
+        target = layer.weight[:, :, order].mT.contiguous()
+        wanted = target - factors.shift(error.slope)  # before later columns compensate what was rounded
         scale, zero_point = (
             torch.empty_like(target) if size is not None else values[:, :, order].mT.contiguous()
             for values in (layer.scale, layer.zero_point)
@@ -135,7 +136,7 @@ class Gptq(Reconstruction):
         starts = _starts(order, size)
         for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
             block = slice(start, stop)
-            real = torch.baddbmm(target[:, block], ahead[:, block, :start], errors[:, :start])
+            real = torch.baddbmm(wanted[:, block], ahead[:, block, :start], errors[:, :start])
             if size is not None:
                 chosen = block_grid(real, factors.importance[:, block], spec)
                 scale[:, block], zero_point[:, block] = (values[:, None] for values in chosen)
@@ -197,9 +198,14 @@ class _Factors:
         diagonal = upper.diagonal(dim1=1, dim2=2)
         return cls(order, lower, upper / diagonal[:, :, None], diagonal**2)
 
-    def solved(self, rows: Tensor) -> Tensor:
-        """Rows, (G, R, K), times the inverse of the Hessian, in order, (G, K, R)."""
-        return torch.cholesky_solve(rows[:, :, self.order.flip(0)].mT, self.lower).flip(1)
+    def shift(self, slope: Tensor) -> Tensor:
+        """What an error with a slope, (G, R, K), subtracts from the columns in order, (G, K, R).
+
+        The error with a change D of the weight, D H D' + 2 D slope', is |U D' + inverse(U') slope'|^2 and a constant.
+        """
+        rows = slope[:, :, self.order.flip(0)]
+        solved = torch.linalg.solve_triangular(self.lower.mT, rows, upper=True, left=False).flip(2)
+        return (solved / self.importance.sqrt()[:, None]).mT
 
 
 def _descending(parts: Sequence[Tensor]) -> list[Tensor]:

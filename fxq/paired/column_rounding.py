@@ -50,8 +50,8 @@ def round_block(
     """Round the columns of a block one after the other; each compensates the errors of those before it.
 
     Args:
-        target: float weights of least error, by column, float32, (G, n, R).
-        real: these weights with the compensation of the errors of earlier blocks.
+        target: float weights by column, float32, (G, n, R).
+        real: these weights, moved to compensate the errors of earlier blocks and of the inputs.
         scale: scales, float32, (G, n, R).
         low: smallest integers minus zero points, float32, (G, n, R).
         high: largest integers minus zero points, float32, (G, n, R).

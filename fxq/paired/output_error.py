@@ -212,7 +212,7 @@ class OutputError:
         change, total = weight - self.weight, weight - self.weight
         if other is not None:
             change, total = weight - other, total + (other - self.weight)
-        return (change * (total @ self.gram + 2 * self.slope)).sum(2)
+        return (change * torch.baddbmm(self.slope, total, self.gram, beta=2)).sum(2)
 
     def shift(self, weight: Tensor) -> Tensor:
         """Mean of the wanted minus the actual output by channel, (G, R), with a weight (G, R, K)."""

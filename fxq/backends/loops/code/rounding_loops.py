@@ -34,8 +34,8 @@ def round_columns(target, real, scale, low, high, ahead, steps, errors, columns,
     """Round columns one after the other; each column compensates the errors of the columns before it.
 
     Args:
-        target: Float weights of least error, (columns, rows).
-        real: These weights with the compensation of the errors of earlier blocks.
+        target: Float weights, (columns, rows).
+        real: These weights, moved to compensate the errors of earlier blocks and of the inputs.
         scale: Scales, (columns, rows).
         low: Smallest integers minus zero points, (columns, rows).
         high: Largest integers minus zero points, (columns, rows).
