@@ -199,7 +199,7 @@ class _Factors:
         return cls(order, lower, upper / diagonal[:, :, None], diagonal**2)
 
     def shift(self, slope: Tensor) -> Tensor:
-        """What an error with a slope, (G, R, K), subtracts from the columns in order, (G, K, R).
+        """Amount that an error with a slope, (G, R, K), subtracts from the columns in order, (G, K, R).
 
         The error with a change D of the weight, D H D' + 2 D slope', is |U D' + inverse(U') slope'|^2 and a constant.
         """

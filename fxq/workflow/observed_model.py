@@ -82,8 +82,7 @@ class ObservedModel(fx.GraphModule):
         """
         if not self.calibrated and self.manager.context.divisible:
             _record(self, (), dict(batch))
-            one = first_of(Batch((), batch), 1)
-            self.forward(*one.args, **one.kwargs)
+            self.forward(**first_of(Batch((), batch), 1).kwargs)
         else:
             nn.Module.__call__(self, **batch)  # the __call__ of `fx.GraphModule` would print errors
 

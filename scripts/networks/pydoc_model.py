@@ -36,6 +36,8 @@ from scripts.networks.language import perplexity
 
 STEPS = 1050
 """Steps of training."""
+STEPS_PER_MINUTE = 100
+"""Steps in a minute on one core, to tell how long training takes."""
 BATCH, LENGTH = 2, 128
 """Rows of a step, and tokens of a row."""
 WARM_UP = 100
@@ -163,7 +165,8 @@ def pydoc_model(steps: int = STEPS) -> tuple[Any, Any, Tensor]:
     logging.disable_progress_bar()
     folder = folder_of(steps)
     if not folder.exists():
-        print(f"training {steps} steps, kept in {folder}: takes about ten minutes on one core", file=sys.stderr)
+        minutes = math.ceil(steps / STEPS_PER_MINUTE)
+        print(f"training {steps} steps, kept in {folder}: takes about {minutes} min on one core", file=sys.stderr)
         train_into(folder, steps)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows = load_file(folder / "rows.safetensors")["held_out"]

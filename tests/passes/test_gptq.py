@@ -1,5 +1,6 @@
 """gptq: against the algorithm written out plainly, and what it is worth."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from fxq.common.metrics import sqnr
 from fxq.errors import InputError, RecipeError
 from fxq.paired.output_error import InputProducts, OutputError, WeightRows
 from fxq.passes import Gptq
+from fxq.pipeline.float_values import FloatValues
 from tests.paired.test_used_rows import Pooled, padded
 from tests.support.graphs import expected, program, run_pass
 
@@ -293,6 +295,15 @@ def test_an_inserted_one_replaces_that_of_the_preset():
     assert [step.name for step in same_place] == names
     with pytest.raises(RecipeError, match="has a pass called 'gptq' already: remove it first"):
         FOUR_BITS.insert_pass(Gptq(), after="smooth").insert_pass(Gptq(), after="smooth")
+
+
+def test_cached_float_outputs_of_layers_change_nothing(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 24)).eval()
+    data, x = [correlated(64, 64, seed) for seed in range(4)], correlated(256, 64, 50)
+    cached = fxq.quantize(model, FOUR_BITS, data=data)
+    monkeypatch.setattr(FloatValues, "filled_by", lambda self, gm, context: nullcontext())
+    assert torch.equal(cached(x), fxq.quantize(model, FOUR_BITS, data=data)(x))
 
 
 def test_data_that_the_model_does_not_run_on_is_named():
