@@ -120,7 +120,7 @@ EXHIBITS: dict[str, Exhibit] = {
         "Weights alone, in 8 bits (ONNX Runtime's in blocks of 64) and in 4 with blocks of 64, by "
         "`fxq.Recipe.weight_only(bits=...)` with data, NNCF's `compress_weights` and ONNX Runtime's "
         "`MatMulNBitsQuantizer`. The package has weights of 4 bits in blocks of 32, which are floats here before they "
-        "are quantized. Milliseconds are of 256 tokens at once.",
+        "are quantized. Milliseconds are of 256 tokens at once. Rows of the other tools with 4 bits were not measured.",
         weight_bits=(8, 4),
     ),
     "voices": Exhibit(
