@@ -93,7 +93,6 @@ def quantize_model(
         run.calibrate(chain(first, stream), length_of(data), progress, checkpoint)
         return convert_model(run, None)
     observed = run or ranks.together(lambda: prepared_for_recipe(model, recipe, examples[-1]))
-    observed.manager.context.progress = progress
     if data is not None:
         if ranks.size == 1 and checkpoint is None:  # which must calibrate the same models in each process and run
             observed = without_slow(observed)
@@ -101,6 +100,7 @@ def quantize_model(
         calibration.run(chain(first, stream), length_of(data) if observed.calibrated else None)
     elif observed.calibrated:
         raise _no_data(recipe, observed.calibrated)
+    observed.manager.context.progress = progress
     return converted_for_recipe(observed)
 
 

@@ -43,7 +43,7 @@ class _Variant(NamedTuple):
 
 
 MARGIN_DB = 6.0
-"""SQNR above what is enough from which other variants are not tried on a batch: half of the noise."""
+"""Margin above the sufficient SQNR from which a batch tries no other variants: half the amplitude of the noise."""
 UNCHANGED = _Variant()
 SMOOTHED = tuple(map(_Variant, STRENGTHS))
 PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))

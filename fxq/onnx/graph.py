@@ -237,8 +237,9 @@ class _Layout(NamedTuple):
 def _like_of_layouts(op: Op, default: torch.dtype, spec: TreeSpec, *leaves: Any) -> Tensor:
     """Result of an op on the meta device, cached: PyTorch computes it in slow Python code, and nodes are written often.
 
-    Where arithmetic is cheap, it runs on the CPU: the first of many meta kernels imports `torch._dynamo`, for seconds.
-    Convolutions and products without a bias have other kernels.
+    Where arithmetic is cheap, it runs on zeros on the CPU: many meta kernels are Python code whose first call imports
+    `torch._dynamo`, which takes seconds. Those of layers without a bias are not, so layers stay on the meta device, and
+    the bias of a linear layer is left out.
 
     Args:
         op: the op.

@@ -351,6 +351,8 @@ def _calibrate_late(candidate: ObservedModel, observed: ObservedModel) -> None:
         for batch in samples:
             own = copied(batch)
             nn.Module.__call__(candidate, *own.args, **own.kwargs)
+    if not candidate.calibrated:
+        return
     warn(
         f"backend={FASTEST!r}: {candidate.manager.context.recipe.backend} was taken for slow, and is calibrated on "
         f"{sum(samples_in(batch) or 1 for batch in samples)} samples alone. To calibrate it on all data, name it: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +30,7 @@ class Estimate:
 
     us: float
     least_share: Callable[[], float] | None
-    _share: float | None = None
+    _share: float | None = field(default=None, init=False, repr=False)
 
     def cannot_be_below(self, limit_us: float) -> bool:
         """Whether a call takes more than `limit_us` microseconds even with ops in float where that is faster."""

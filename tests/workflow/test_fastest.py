@@ -315,18 +315,19 @@ def batches_seen(observed):
 
 @needs_fbgemm
 def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
+    """The others see what they would see alone: the example, which was run for the trials, is no calibration data."""
     model, x = net
     planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
     monkeypatch.setattr(fastest, "_graph_key", lambda observed: observed)  # each graph is one of its own
-    seen = []
-    convert = fastest.converted_for_recipe
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(batches_seen(o)) or convert(o))
-    data = [x[:2], x[2:], x[:2]]
-    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=data)
-    assert q.backend == "openvino"
-    assert seen == [{"openvino": 3, "onnxruntime": 3, "x86": 0, "fbgemm": 0, "jit": 0}]
-    alone = fxq.quantize(model, q.recipe, data=data)
-    assert equal(q(x), alone(x))  # the example, which was seen in the trials, is no calibration data
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda observed: observed)
+    recipe, data = FASTEST.with_optimize("speed"), [x[:2], x[2:], x[:2]]
+    observed = fxq.quantize(model, recipe, data=data, example_inputs=9 * x)
+    assert batches_seen(observed) == {"openvino": 3, "onnxruntime": 3, "x86": 0, "fbgemm": 0, "jit": 0}
+    alone = fxq.quantize(model, recipe.with_backend("openvino"), data=data)
+    ranges, ranges_alone = (dict(o.named_buffers()) for o in (observed, alone))
+    assert ranges.keys() == ranges_alone.keys() and all(equal(ranges[name], ranges_alone[name]) for name in ranges)
+    samples, samples_alone = ([batch.args[0] for batch in o.manager.context.samples] for o in (observed, alone))
+    assert all(map(equal, samples, samples_alone)) and len(samples) == len(samples_alone)
 
 
 @needs_fbgemm

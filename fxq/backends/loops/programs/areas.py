@@ -159,7 +159,7 @@ class Arena:
 def lay_out(areas: Iterable[Area]) -> Arena:
     """Set the offsets of areas in one arena. Areas that are not in use at once may share memory.
 
-    Areas with borders share memory only if shape, border and byte of the border are equal.
+    Areas with borders share memory only if shape, type, border and byte of the border are equal.
 
     Args:
         areas: Areas in the order in which they are written. An area with a parent counts as its root.
@@ -171,7 +171,7 @@ def lay_out(areas: Iterable[Area]) -> Arena:
             used.remove(old)
             free.setdefault(old[1], []).append((_room(old[0]), old[0].offset))
         bordered = any(area.border)
-        border_kind = (area.shape, area.border, area.pixel_stride, area.zero) if bordered else None
+        border_kind = (area.shape, area.border, area.pixel_stride, area.zero, area.is_float) if bordered else None
         room, slots = _room(area), free.get(border_kind, [])
         slot = min((free_slot for free_slot in slots if free_slot[0] >= room), default=None)
         if slot is None:

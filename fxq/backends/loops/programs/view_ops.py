@@ -125,7 +125,8 @@ def pad(plan: StepBuilder, x: Any, *, pad: Sequence[int], mode: str, value: floa
     refuse(not isinstance(x, PlannedValue), "it reads a value that the region does not compute")
     x = plan.in_arena(plan.settle(x, None))
     axes = 2 if x.rank == 4 else 1
-    refuse(x.axis != 1 or len(pad) > 2 * axes or min(pad) < 0, "it pads other axes than height and width, or cuts")
+    is_image = x.axis == 1 and x.rank > 2
+    refuse(not is_image or len(pad) > 2 * axes or min(pad) < 0, "it pads other axes than height and width, or cuts")
     left, right, top, bottom = (*pad, 0, 0, 0, 0)[:4]
     number = value or 0.0
     refuse(x.area.is_float and number != 0.0, "it pads floats with other numbers than 0")

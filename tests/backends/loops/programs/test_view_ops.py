@@ -389,6 +389,13 @@ def test_frames_that_are_returned_or_of_inputs():
     check_both(draft, conv3(draft, draft.qdq(draft.op("pad", draft.op("relu", x), pad=(1, 0, 2, 3)))))
 
 
+def test_framed_floats_share_no_memory_with_integers_that_have_the_same_border():
+    """Steps write floats where the border of integers, which is filled only once, would be."""
+    draft = Draft()
+    x = draft.qdq(draft.op("pad", draft.op("relu", draft.image(2, 16, 7, 6)), pad=(1, 1, 1, 1)))
+    check(draft, conv3(draft, draft.qdq(conv3(draft, x), (0.05, 0)), padding=(1, 1)))
+
+
 def test_two_frames_of_one_value_with_other_bytes_are_refused():
     draft = Draft()
     x = draft.quantize(draft.conv(draft.image(2, 3, 7, 6), 16))
@@ -408,6 +415,8 @@ def test_frames_that_are_refused():
     assert refused(draft, draft.op("pad", real, pad=(1, 1), value=1.0)) == "it pads floats with other numbers than 0"
     real = draft.op("relu", draft.image(2, 7, 16))
     assert refused(draft, draft.op("linear", draft.qdq(draft.op("pad", real, pad=(0, 0, 1, 0))), draft.weight(4, 16)))
+    draft = Draft()
+    assert refused(draft, draft.op("pad", layer(draft, draft.image(4, 16)), pad=(1, 2))) == other_axes
 
 
 # ---- permute
