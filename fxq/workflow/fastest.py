@@ -177,8 +177,12 @@ def without_slow(observed: ObservedModel) -> ObservedModel:
     if not observed.others or observed.manager.context.recipe.optimize != "speed":
         return observed
     candidates = _in_order(observed)
-    with _on_example(observed):
-        _add_estimates(candidates, _lower_for(None), _threads())
+    try:
+        with _on_example(observed):
+            _add_estimates(candidates, _lower_for(None), _threads())
+    except Exception as error:  # values of the example that no grid holds, for instance; the data may have none
+        log.debug("no backend is timed before the calibration: %s", error)
+        return observed
     times_us = [candidate.estimate.us for candidate in candidates if candidate.estimate is not None]
     limit_us = MAX_TIE_RATIO * min(times_us, default=math.inf)
     slow = [c for c in candidates if c.estimate is not None and c.estimate.cannot_be_below(limit_us)]

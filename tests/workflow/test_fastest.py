@@ -18,6 +18,7 @@ from fxq.common.metrics import sqnr
 from fxq.cost import whole
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, precision_of
+from fxq.quant.observers import MinMax
 from fxq.workflow import fastest
 from fxq.workflow.steps import Trial, all_on_integers, converted
 from tests.support.graphs import equal
@@ -328,6 +329,25 @@ def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
     assert ranges.keys() == ranges_alone.keys() and all(equal(ranges[name], ranges_alone[name]) for name in ranges)
     samples, samples_alone = ([batch.args[0] for batch in o.manager.context.samples] for o in (observed, alone))
     assert all(map(equal, samples, samples_alone)) and len(samples) == len(samples_alone)
+
+
+@needs_fbgemm
+def test_an_example_that_calibrates_nothing_leaves_no_backend_out(net, monkeypatch):
+    """Its values are finite, but not their sums."""
+    model, x = net
+    seen = []
+    convert = fastest.converted_for_recipe
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.slow) or convert(o))
+    monkeypatch.setattr(fastest, "_quick", lambda observer: Refusing(observer.spec))
+    q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
+    assert seen == [()] and sqnr(model(x), q(x)) > 20
+
+
+class Refusing(MinMax):
+    """Observer that takes no value."""
+
+    def observe(self, x):
+        raise fxq.CalibrationError("it is infinite")
 
 
 @needs_fbgemm
