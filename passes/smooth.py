@@ -60,9 +60,10 @@ class Smooth(Pass):
     Also: with a dynamic recipe and calibration data, inputs are divided by factors before their ranges are computed.
     Keeps: the output up to rounding to the new grids, which represent the values better.
 
-    Several strengths are tried for each input. Half of the recorded samples determines the ranges, the other half the
-    errors. If the layers that read the input gain too little, nothing is changed. All tokens have the same weight, so
-    that tokens with large values do not hide the errors of others; padding does not count.
+    Several strengths are tried for each input, unless its layers are far more exact than `enough` on a batch. Half of
+    the recorded samples determines the ranges, the other half the errors. If the layers that read the input gain too
+    little, nothing is changed. All tokens have the same weight, so that tokens with large values do not hide the errors
+    of others; padding does not count.
     In transformers, a few tokens can be many times as large as all others, most of all after GELU. Factors of channels
     do not help there. Such a layer gets a dynamic range for each token, as in a dynamic recipe; if the backend has no
     kernel for that, `fallback` moves it to float. Ops that only move data, between a float op and the new quantize,
