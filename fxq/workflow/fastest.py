@@ -154,7 +154,7 @@ def _share_statistics(observed: ObservedModel) -> None:
 
 def _models_of(observed: ObservedModel) -> list[ObservedModel]:
     """Models of all backends that a model was prepared for."""
-    return [observed, *(observed.others or ()), *observed.slow]
+    return [observed, *(observed.others or ()), *observed.left_out]
 
 
 def _graph_key(observed: ObservedModel) -> Any:
@@ -183,15 +183,15 @@ def without_slow(observed: ObservedModel) -> ObservedModel:
     except Exception as error:  # values of the example that no grid holds, for instance; the data may have none
         log.debug("no backend is timed before the calibration: %s", error)
         return observed
-    times_us = [candidate.estimate.us for candidate in candidates if candidate.estimate is not None]
+    times_us = [candidate.time_estimate.us for candidate in candidates if candidate.time_estimate is not None]
     limit_us = MAX_TIE_RATIO * min(times_us, default=math.inf)
-    slow = [c for c in candidates if c.estimate is not None and c.estimate.cannot_be_below(limit_us)]
+    slow = [c for c in candidates if c.time_estimate is not None and c.time_estimate.cannot_be_below(limit_us)]
     for candidate in slow:
-        assert candidate.estimate is not None  # as for all slow ones
-        candidate.estimate.drop_model()
+        assert candidate.time_estimate is not None  # as for all slow ones
+        candidate.time_estimate.drop_model()
     first, *others = (candidate for candidate in candidates if candidate not in slow)
     absent, observed.others, observed.absent = observed.absent, None, {}
-    first.others, first.slow, first.absent = tuple(others), tuple(slow), absent
+    first.others, first.left_out, first.absent = tuple(others), tuple(slow), absent
     _share_calibration(first)
     return first
 
@@ -225,14 +225,14 @@ def convert_all(
     errors: dict[int, Exception] = {}
     leader: tuple[int, float] | None = None  # index and microseconds of the fastest accurate model so far
     for i in sorted(tries, key=lambda i: _estimated_us(candidates[i])):
-        candidate, estimate = candidates[i], candidates[i].estimate
+        candidate, estimate = candidates[i], candidates[i].time_estimate
         if leader is not None and estimate is not None:
             # of models that are as fast, the earliest is kept
             limit_us = leader[1] * (MAX_TIE_RATIO if i < leader[0] else 1 / MAX_TIE_RATIO)
-            if estimate.cannot_be_below(limit_us / MIN_LATE_SPEEDUP if candidate in observed.slow else limit_us):
+            if estimate.cannot_be_below(limit_us / MIN_LATE_SPEEDUP if candidate in observed.left_out else limit_us):
                 tries[i] = replace(tries[i], why=_slower(estimate.us, tries[leader[0]].backend, leader[1]))
                 continue
-        candidate.estimate = None  # whose trial holds a lowered model
+        candidate.time_estimate = None  # whose trial holds a lowered model
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
@@ -292,11 +292,11 @@ def _observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
 
 
 def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: int) -> None:
-    """Lower calibrated models, time them on the example, and set their `estimate`. Those that fail get none.
+    """Lower calibrated models, time them on the example, and set their `time_estimate`. Those that fail get none.
 
     Nothing is done if there are estimates already.
     """
-    if any(candidate.estimate is not None for candidate in candidates):
+    if any(candidate.time_estimate is not None for candidate in candidates):
         return
     trials: dict[int, Trial] = {}
     calls: dict[int, Callable[[], object]] = {}
@@ -320,7 +320,7 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
         close = {i: call for i, call in calls.items() if seconds[i] <= limit}
         times_us = {i: 1e6 * first for i, first in seconds.items()} | _least_times(close, threads)
         for i, us in times_us.items():
-            candidates[i].estimate = Estimate(us, trials[i].least_share)
+            candidates[i].time_estimate = Estimate(us, trials[i].least_share)
 
 
 def _least_times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:
@@ -338,7 +338,7 @@ def _in_order(observed: ObservedModel) -> list[ObservedModel]:
 
 
 def _estimated_us(candidate: ObservedModel) -> float:
-    return math.inf if candidate.estimate is None else candidate.estimate.us
+    return math.inf if candidate.time_estimate is None else candidate.time_estimate.us
 
 
 def _calibrate_late(candidate: ObservedModel, observed: ObservedModel) -> None:
@@ -348,7 +348,7 @@ def _calibrate_late(candidate: ObservedModel, observed: ObservedModel) -> None:
         candidate: the model.
         observed: the model that was calibrated.
     """
-    if candidate not in observed.slow or candidate.batches_seen:  # it has the graph of a model that was calibrated
+    if candidate not in observed.left_out or candidate.batches_seen:  # it has the graph of a model that was calibrated
         return
     samples = observed.manager.context.samples
     with candidate.manager.context.untouched(), torch.no_grad(), without_autocast():

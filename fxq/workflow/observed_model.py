@@ -33,10 +33,10 @@ class ObservedModel(fx.GraphModule):
         unfused: the graph before fusion, as lines.
         batches_seen: number of calls since it was prepared.
         others: with `backend="fastest"`, the models prepared for the other backends, which run on the same data.
-        slow: with `backend="fastest"`, those of backends that are left out of the calibration, see `without_slow`.
+        left_out: with `backend="fastest"`, those of backends that are left out of the calibration, see `without_slow`.
         same_as: index of a model with the same graph, whose statistics are copied, among the first model, `others` and
-            `slow`; None if this model runs on the data itself.
-        estimate: estimate of the time of a call; None if unknown.
+            `left_out`; None if this model runs on the data itself.
+        time_estimate: estimate of the time of a call; None if unknown.
         absent: backends that are not available, with the reason for each.
         stored_in: path of the checkpoint of the last calibration, and the number of batches it had seen.
     """
@@ -46,9 +46,9 @@ class ObservedModel(fx.GraphModule):
     unfused: tuple[str | None, ...]
     batches_seen: int
     others: tuple[ObservedModel, ...] | None = None
-    slow: tuple[ObservedModel, ...] = ()
+    left_out: tuple[ObservedModel, ...] = ()
     same_as: int | None = None
-    estimate: Estimate | None = None
+    time_estimate: Estimate | None = None
     absent: Mapping[str, str] = MappingProxyType({})
     stored_in: tuple[Path, int] | None = None
 
@@ -74,7 +74,7 @@ class ObservedModel(fx.GraphModule):
         observers = (module for module in self.modules() if isinstance(module, Observer) and not module.paused)
         return next((observer.name for observer in observers), "")
 
-    def see(self, batch: Mapping[str, Any]) -> None:
+    def calibrate_on(self, batch: Mapping[str, Any]) -> None:
         """Calibrate on a batch of keyword inputs.
 
         Without ranges to calibrate, samples are recorded, and the graph runs on one of them only, since passes that
@@ -95,7 +95,7 @@ class ObservedModel(fx.GraphModule):
 
     def forget_float_values(self) -> None:
         """Free the cached float outputs of layers; the next conversion computes them again."""
-        for model in (self, *(self.others or ()), *self.slow):
+        for model in (self, *(self.others or ()), *self.left_out):
             model.manager.context.floats.clear()
             model.manager.context.floats = FloatValues()
 
@@ -114,8 +114,8 @@ class ObservedModel(fx.GraphModule):
         manager.history, manager._views = copy.deepcopy(self.history, memo), {}
         copied = ObservedModel.from_manager(manager, self.traced, self.unfused)
         copied.batches_seen, copied.absent, copied.same_as = self.batches_seen, self.absent, self.same_as
-        copied.others, copied.slow = copy.deepcopy((self.others, self.slow), memo)
-        copied.estimate = self.estimate
+        copied.others, copied.left_out = copy.deepcopy((self.others, self.left_out), memo)
+        copied.time_estimate = self.time_estimate
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

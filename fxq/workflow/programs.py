@@ -278,7 +278,7 @@ def _calibrate(
             unused = 0 if _reads(program.observed) else unused + 1
             if not unused:
                 with naming_batch(i, batch):
-                    program.observed.see(leaves)
+                    program.observed.calibrate_on(leaves)
             advance()
             waiting = [program for program in prepared if _reads(program.observed)]
             if not waiting:

@@ -34,7 +34,7 @@ from torch.utils.data import RandomSampler
 
 from scripts.networks.language import perplexity
 
-STEPS = 1050
+STEPS = 4000
 """Steps of training."""
 STEPS_PER_MINUTE = 100
 """Steps in a minute on one core, to tell how long training takes."""

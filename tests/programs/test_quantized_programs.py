@@ -218,7 +218,7 @@ def test_a_graph_without_ranges_runs_on_one_sample_of_a_batch(recipe, rows):
     observed = fxq.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), recipe, example_inputs=torch.rand(6, 4))
     seen = []
     observed.__dict__["forward"] = lambda input: seen.append(len(input))
-    observed.see({"input": torch.rand(6, 4)})
+    observed.calibrate_on({"input": torch.rand(6, 4)})
     assert seen == [rows] and observed.batches_seen == 1
     (recorded,) = observed.manager.context.samples
     assert len(recorded.kwargs["input"]) == 6

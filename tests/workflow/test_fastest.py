@@ -309,9 +309,8 @@ def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far
 
 
 def batches_seen(observed):
-    return {
-        m.manager.context.recipe.backend: m.batches_seen for m in (observed, *(observed.others or ()), *observed.slow)
-    }
+    models = observed, *(observed.others or ()), *observed.left_out
+    return {model.manager.context.recipe.backend: model.batches_seen for model in models}
 
 
 @needs_fbgemm
@@ -337,7 +336,7 @@ def test_an_example_that_calibrates_nothing_leaves_no_backend_out(net, monkeypat
     model, x = net
     seen = []
     convert = fastest.converted_for_recipe
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.slow) or convert(o))
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.left_out) or convert(o))
     monkeypatch.setattr(fastest, "_quick", lambda observer: Refusing(observer.spec))
     q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
     assert seen == [()] and sqnr(model(x), q(x)) > 20
@@ -357,7 +356,7 @@ def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_pat
     planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
     seen = []
     convert = fastest.converted_for_recipe
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.slow) or convert(o))
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.left_out) or convert(o))
     fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x], checkpoint=tmp_path / "c.safetensors")
     assert seen == [()]
 
