@@ -271,7 +271,7 @@ class Trial:
         prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
         prober.own = context.backend.prices(gm, context.example)
         share, floats = least_share(gm, prober)
-        if prober.own is None or share * MIN_PRICED_GAIN > 1:
+        if prober.own is None or not floats or share * MIN_PRICED_GAIN > 1:
             return share
         return time_ratio(gm, context, partial(move_to_float, floats))
 

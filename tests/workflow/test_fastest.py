@@ -19,7 +19,7 @@ from fxq.cost import whole
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, precision_of
 from fxq.quant.observers import MinMax
-from fxq.workflow import fastest
+from fxq.workflow import fastest, steps
 from fxq.workflow.steps import Trial, all_on_integers, converted
 from tests.support.graphs import equal
 from tests.support.machine import BITS
@@ -425,6 +425,8 @@ def test_the_mix_that_an_engine_prices_best_is_timed_in_a_trial(net, monkeypatch
     slow_floats = Prices(dict.fromkeys(nodes, Cost(9.0, 2.0)), 0.0)
     monkeypatch.setattr(type(trial.manager.context.backend), "prices", lambda *_: slow_floats)
     assert trial.least_share() == 1.0 and len(mixes) == 2  # all on integers is the best mix
+    monkeypatch.setattr(steps, "least_share", lambda *_: (0.0, []))
+    assert trial.least_share() == 0.0 and len(mixes) == 2  # nothing has a price
 
 
 @needs_fbgemm
