@@ -21,8 +21,9 @@ _TILE_CYCLES = 16.0
 """Cycles of the product of two tiles."""
 _RUN_CYCLES, _LINE_CYCLES = 4.0, 5.0
 """Cycles of copying a run of a pixel, and of each 64 bytes of it."""
-_BYTES_AT_ONCE = 1 << 18
-"""Bytes of pixels that all columns read before further pixels: they stay in the second-level cache."""
+_MIN_BYTES_AT_ONCE, _MAX_BYTES_AT_ONCE = 1 << 14, 1 << 18
+"""Bytes of pixels and results that all columns are computed for, before further pixels. Between them, as many bytes as
+the weight has: each is read again for a part of the other, from the nearest cache where both fit."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +156,21 @@ def _tiles(grid: PixelGrid, runs: Runs, columns: int, loops: ModuleType) -> Iter
         step = next((step for count, step in zip(grid.counts[::-1], grid.steps[::-1], strict=True) if count > 1), 1)
         for starts, pixels in _places_of_tiles(grid, rows, step):
             cycles = len(starts) * count * depth * of_depth
-            at_once = max(_BYTES_AT_ONCE // (rows * step) // 2 * 2, 2)
-            yield AmxTiles(starts, pixels, step, runs, depth, cycles, at_once)
+            yield AmxTiles(starts, pixels, step, runs, depth, cycles, _tiles_at_once(runs, rows * (step + columns)))
     places, depth = grid.places(), -(-count * -(-length // 4) * 4 // row_bytes)
     pixels = torch.arange(-(-len(places) // rows) * rows).view(-1, rows)
     copying = len(places) * count * (_RUN_CYCLES + _LINE_CYCLES * -(-length // row_bytes))
-    at_once = max(_BYTES_AT_ONCE // (rows * int(loops.pixel_bytes(depth))) // 2 * 2, 4)
+    at_once = _tiles_at_once(runs, rows * (int(loops.pixel_bytes(depth)) + columns))
     x_places = places[pixels.clamp(max=len(places) - 1)]
     pixels = torch.where(pixels < len(places), pixels, -1)
     yield AmxTiles(
         x_places, pixels, 0, runs, depth, len(pixels) * depth * of_depth + copying, min(at_once, len(pixels))
     )
+
+
+def _tiles_at_once(runs: Runs, tile_bytes: int) -> int:
+    """Number of tiles that all columns are computed for before further tiles, with the bytes of a tile."""
+    return max(min(max(runs.weight.numel(), _MIN_BYTES_AT_ONCE), _MAX_BYTES_AT_ONCE) // tile_bytes // 2 * 2, 2)
 
 
 def _places_of_tiles(grid: PixelGrid, rows: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:

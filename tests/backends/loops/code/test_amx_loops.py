@@ -109,7 +109,7 @@ def test_convolutions(shape, columns, size, stride, padding, function, grid, res
 def test_any_number_of_pixels(count, depth, columns, at_once, grid, seed):
     """Sixteen pixels and more are read where they are, the last tile with pixels of the one before; few are copied."""
     torch.manual_seed(seed)
-    with mock.patch.object(amx_tiles, "_BYTES_AT_ONCE", at_once):
+    with mock.patch.object(amx_tiles, "_MAX_BYTES_AT_ONCE", at_once):
         row = check_amx((1, 1, count, depth), columns, grid=grid)
     assert row[AmxField.X_STEP] == (16 * -(-depth // 16) if count >= 16 else 0)
     assert row[AmxField.TILES] == -(-count // 16)
