@@ -15,11 +15,9 @@ LOOPS = SimpleNamespace(ROW_BYTES=64, TILE_ROWS=16, GROUP=4, pixel_bytes=lambda 
 
 def grid_of(counts, stride, border, channels, may_exceed=True):
     """Windows of images that have columns of border on the right, and rows of border below."""
-    images, high, broad = counts
-    row = (broad * stride[1] + border[1]) * channels
-    return PixelGrid(
-        counts, ((high * stride[0] + border[0]) * row, stride[0] * row, stride[1] * channels), 7, may_exceed
-    )
+    row = (counts[2] * stride[1] + border[1]) * channels
+    steps = (counts[1] * stride[0] + border[0]) * row, stride[0] * row, stride[1] * channels
+    return PixelGrid(counts, steps, 7, may_exceed)
 
 
 def weight_of(columns, taps, channels):
