@@ -18,19 +18,20 @@ Where a CPU without AMX plays the kind, other code computes what the instruction
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, products, vectors
 from fxq.backends.loops.code.amx_probe import CONFIG
-from fxq.backends.loops.code.layer_code import (
-    FinishCode,
+from fxq.backends.loops.code.epilogue_code import (
+    VECTORS_PACKED,
+    ByteCode,
+    EpilogueCode,
     TileOutput,
-    pixel_address,
     quantizing,
-    rounding,
+    scaling,
     with_prelu,
     with_residual,
 )
@@ -135,10 +136,9 @@ def _load_tile(b: Any, state: Any, tile: Any, address: Any, stride: Any) -> None
 
 def _store_tile(b: Any, state: Any, tile: Any, address: Any) -> None:
     with cgutils.for_range(b, number(TILE_ROWS), intp=INT64) as row:
-        place = b.inttoptr(b.add(address, b.mul(row.index, number(ROW_BYTES))), INTS.as_pointer())
+        place = b.add(address, b.mul(row.index, number(ROW_BYTES)))
         values = load(b, _row_of_tile(b, state, tile, row.index), INTS)
-        arguments = [values, place, ir.Constant(INT32, 4), _lanes_of_row(b, state, tile, row.index)]
-        vectors.call_intrinsic(b, "llvm.masked.store.v16i32.p0v16i32", ir.VoidType(), arguments)
+        store_lanes(b, values, place, _lanes_of_row(b, state, tile, row.index))
 
 
 def _multiply_tiles(b: Any, state: Any, sums: Any, pixels: Any, weight: Any) -> None:
@@ -180,6 +180,12 @@ def _first_lanes(b: Any, count: Any) -> Any:
     return b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), vectors.splat(b, b.trunc(count, INT32)))
 
 
+def store_lanes(b: Any, values: Any, address: Any, mask: Any) -> None:
+    """Store those of 16 int32 that a mask has."""
+    arguments = [values, b.inttoptr(address, INTS.as_pointer()), ir.Constant(INT32, 4), mask]
+    vectors.call_intrinsic(b, "llvm.masked.store.v16i32.p0v16i32", ir.VoidType(), arguments)
+
+
 def load_lanes(b: Any, address: Any, mask: Any) -> Any:
     """Load those of 16 int32 that a mask has; the others are 0, and are not read."""
     place = b.inttoptr(address, INTS.as_pointer())
@@ -190,39 +196,62 @@ def load_lanes(b: Any, address: Any, mask: Any) -> Any:
 # ---- products
 
 
+class TilesInput(NamedTuple):
+    """Input of one or two tiles of pixels, times one or two tiles of columns.
+
+    In loops, all are int64; in the code here, LLVM values.
+
+    Attributes:
+        first: Address of the first pixel of the first tile, uint8.
+        second: Address of the first pixel of the second tile.
+        x_step: Bytes from a pixel to the next.
+        runs: Address of int32: bytes from there to each run of integers that a pixel reads.
+        run_count: Number of runs.
+        depth: Number of tiles of a run: it has 64 integers for each.
+        weight: Address of the first block.
+        block_bytes: Bytes from a block to the next.
+        start: Address of int32 (columns, 16): initial sums.
+    """
+
+    first: Any
+    second: Any
+    x_step: Any
+    runs: Any
+    run_count: Any
+    depth: Any
+    weight: Any
+    block_bytes: Any
+    start: Any
+
+
 def sums_of_tiles(rows: int, columns: int) -> Any:
-    """Code that stores the sums of one or two tiles of pixels, times one or two tiles of columns."""
+    """Code that stores the sums of one or two tiles of pixels, times one or two tiles of columns.
 
-    def code(b, x, x_step, weight, block_bytes, count, start, sums, state):
-        """Store sums, int32 (columns, 32, 16).
+    The sums are int32 (columns, 32, 16) at the address `sums`; `state` is that of the configuration.
+    """
 
-        Args:
-            b: LLVM builder.
-            x: Address of the first pixel, uint8.
-            x_step: Bytes from a pixel to the next.
-            weight: Address of the first block.
-            block_bytes: Bytes from a block to the next.
-            count: Number of times that a tile has 64 integers of a pixel.
-            start: Address of int32 (columns, 16): initial sums.
-            sums: Address of the sums.
-            state: Address of the configuration.
-        """
+    def code(b, tiles, sums, state):
         if not machine_code.KIND.has_amx:
             return
         pairs = [(r, c) for r in range(rows) for c in range(columns)]
         for r, c in pairs:
-            load_tile(b, state, columns * r + c, b.add(start, number(ROW_BYTES * c)), number(0))
-        with cgutils.for_range(b, count, intp=INT64) as step:
-            for c in range(columns):
-                block = b.add(weight, b.mul(block_bytes, number(c)))
-                place = b.add(block, b.mul(step.index, number(TILE_BYTES)))
-                load_tile(b, state, _WEIGHT_TILE + c, place, number(ROW_BYTES))
-            for r in range(rows):
-                first = b.add(x, b.mul(x_step, number(TILE_ROWS * r)))
-                place = b.add(first, b.mul(step.index, number(ROW_BYTES)))
-                load_tile(b, state, _PIXEL_TILE + r, place, x_step)
-            for r, c in pairs:
-                multiply_tiles(b, state, columns * r + c, _PIXEL_TILE + r, _WEIGHT_TILE + c)
+            load_tile(b, state, columns * r + c, b.add(tiles.start, number(ROW_BYTES * c)), number(0))
+        weight = cgutils.alloca_once(b, INT64)
+        b.store(tiles.weight, weight)
+        with cgutils.for_range(b, tiles.run_count, intp=INT64) as run:
+            offset = b.sext(load(b, b.add(tiles.runs, b.mul(run.index, number(4))), INT32), INT64)
+            lines = [b.add(x, offset) for x in (tiles.first, tiles.second)[:rows]]
+            with cgutils.for_range(b, tiles.depth, intp=INT64) as step:
+                block = b.load(weight)
+                for c in range(columns):
+                    place = b.add(block, b.mul(tiles.block_bytes, number(c)))
+                    load_tile(b, state, _WEIGHT_TILE + c, place, number(ROW_BYTES))
+                b.store(b.add(block, number(TILE_BYTES)), weight)
+                for r, line in enumerate(lines):
+                    place = b.add(line, b.mul(step.index, number(ROW_BYTES)))
+                    load_tile(b, state, _PIXEL_TILE + r, place, tiles.x_step)
+                for r, c in pairs:
+                    multiply_tiles(b, state, columns * r + c, _PIXEL_TILE + r, _WEIGHT_TILE + c)
         for r, c in pairs:
             store_tile(b, state, columns * r + c, b.add(sums, number(TILE_BYTES * (BLOCKS_AT_ONCE * c + r))))
 
@@ -244,39 +273,124 @@ def copy_run(b, x, groups, out):
 # ---- results
 
 
-def _store_bytes(b: Any, sums: Any, pixels: Any, result: TileOutput, finish: FinishCode) -> None:
-    """Store the bytes that `finish` returns for the stored sums of each pixel, int32 (pixels, 16)."""
+MakeEpilogue = Callable[[Any, TileOutput, int], EpilogueCode]
+"""Function that returns the epilogue of a block, which is told by its number, 0 or 1, for code of one or two blocks."""
+
+
+def _of_block(result: TileOutput, b: Any, block: int) -> TileOutput:
+    """Addresses of the second block of two, if `block` is 1."""
+    offset = number(4 * LANES * block)
+    return result._replace(scale=b.add(result.scale, offset), bias=b.add(result.bias, offset))
+
+
+def _store_at(b: Any, value: Any, result: TileOutput, pixel: Any) -> None:
+    """Store the bytes of a pixel, unless its place is negative: then the tile does not have the pixel."""
+    place = b.sext(load(b, b.add(result.places, b.mul(pixel, number(4))), INT32), INT64)
+    with b.if_then(b.icmp_signed(">=", place, number(0)), likely=True):
+        store(b, value, b.add(result.out, place))
+
+
+def _store_bytes(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutput, make: MakeEpilogue) -> None:
+    """Store the bytes of the stored sums of a multiple of 16 pixels, int32 (columns, 32, 16).
+
+    Four vectors are packed at once: those of four pixels, or of two with two blocks.
+    """
+    epilogues = [make(b, _of_block(result, b, c), c) for c in range(columns)]
+    code, at_once = ByteCode(b, result.numbers), VECTORS_PACKED // columns
+    with cgutils.for_range(b, b.udiv(pixels, number(at_once)), intp=INT64) as part:
+        first = b.mul(part.index, number(at_once))
+        of_part = [b.add(first, number(k)) for k in range(at_once)]
+        floats = []
+        for pixel in of_part:
+            place = b.add(sums, b.mul(pixel, number(ROW_BYTES)))
+            for c, epilogue in enumerate(epilogues):
+                total = load(b, place, INTS, BLOCKS_AT_ONCE * TILE_BYTES * c)
+                floats.append(epilogue(pixel, total))
+        packed, size = code.together(floats), LANES * columns
+        for k, pixel in enumerate(of_part):
+            _store_at(b, vectors.shuffled(b, packed, packed, range(size * k, size * (k + 1))), result, pixel)
+
+
+def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutput, count: Any) -> None:
+    """Store floats of the stored sums of some pixels, clamped: `count` of the 16 or 32 columns."""
+    epilogues = [scaling(b, _of_block(result, b, c)) for c in range(columns)]
+    low, high = vectors.bounds(b, result.numbers)
+    masks = [_first_lanes(b, b.sub(count, number(LANES * c))) for c in range(columns)]
     with cgutils.for_range(b, pixels, intp=INT64) as pixel:
-        total = load(b, b.add(sums, b.mul(pixel.index, number(ROW_BYTES))), INTS)
-        store(b, finish(pixel.index, total), pixel_address(b, result.out, result.places, pixel.index))
+        place = b.sext(load(b, b.add(result.places, b.mul(pixel.index, number(4))), INT32), INT64)
+        with b.if_then(b.icmp_signed(">=", place, number(0)), likely=True):
+            line, out = (
+                b.add(sums, b.mul(pixel.index, number(ROW_BYTES))), b.add(result.out, b.mul(place, number(4)))
+            )  # fmt: skip
+            for c, (epilogue, mask) in enumerate(zip(epilogues, masks, strict=True)):
+                total = load(b, line, INTS, BLOCKS_AT_ONCE * TILE_BYTES * c)
+                y = vectors.clamp_keep_nan(b, epilogue(pixel.index, total), low, high)
+                store_lanes(b, b.bitcast(y, INTS), b.add(out, number(4 * LANES * c)), mask)
 
 
-@on_addresses
-def round_sums(b, sums, pixels, result):
-    """Round sums that are stored: scale and bias include the grid of the result."""
-    _store_bytes(b, sums, pixels, result, rounding(b, result))
-
-
-@on_addresses
-def prelu_sums(b, sums, pixels, result, slope):
-    """Apply PReLU to sums that are stored, and quantize them."""
-    _store_bytes(b, sums, pixels, result, with_prelu(b, result, slope))
-
-
-@on_addresses
-def residual_sums(b, sums, pixels, result, residual):
-    """Add a `Residual` to sums that are stored, and quantize them."""
-    _store_bytes(b, sums, pixels, result, with_residual(b, result, residual))
-
-
-def activation_of_sums(function: Callable[[Any, Any], Any]) -> Any:
-    """Code that applies an activation function to sums that are stored, and quantizes them."""
+def round_sums(columns: int) -> Any:
+    """Code that rounds sums that are stored: scale and bias include the grid of the result."""
 
     def code(b, sums, pixels, result):
-        _store_bytes(b, sums, pixels, result, quantizing(b, result, lambda _, y: function(b, y)))
+        if machine_code.KIND.has_amx:
+            _store_bytes(b, sums, pixels, columns, result, lambda b, block, _: scaling(b, block))
 
     return on_addresses(code)
 
 
-silu_sums, hardswish_sums, gelu_sums = map(activation_of_sums, vectors.LAYER_FUNCTIONS)
+def prelu_sums(columns: int) -> Any:
+    """Code that applies PReLU to sums that are stored, and quantizes them."""
+
+    def code(b, sums, pixels, result, slope):
+        def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
+            return with_prelu(b, block, b.add(slope, number(4 * LANES * c)))
+
+        if machine_code.KIND.has_amx:
+            _store_bytes(b, sums, pixels, columns, result, make)
+
+    return on_addresses(code)
+
+
+def residual_sums(columns: int) -> Any:
+    """Code that adds a `Residual` to sums that are stored, and quantizes them."""
+
+    def code(b, sums, pixels, result, residual):
+        def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
+            return with_residual(b, block, residual._replace(x=b.add(residual.x, number(LANES * c))))
+
+        if machine_code.KIND.has_amx:
+            _store_bytes(b, sums, pixels, columns, result, make)
+
+    return on_addresses(code)
+
+
+def activation_of_sums(function: Callable[[Any, Any], Any], columns: int) -> Any:
+    """Code that applies an activation function to sums that are stored, and quantizes them."""
+
+    def code(b, sums, pixels, result):
+        def make(b: Any, block: TileOutput, _: int) -> EpilogueCode:
+            return quantizing(b, block, lambda _, y: function(b, y))
+
+        if machine_code.KIND.has_amx:
+            _store_bytes(b, sums, pixels, columns, result, make)
+
+    return on_addresses(code)
+
+
+def float_sums(columns: int) -> Any:
+    """Code that scales sums that are stored, and clamps them: floats, `count` of the columns."""
+
+    def code(b, sums, pixels, result, count):
+        if machine_code.KIND.has_amx:
+            _store_floats(b, sums, pixels, columns, result, count)
+
+    return on_addresses(code)
+
+
 one_by_one, one_by_two, two_by_one, two_by_two = (sums_of_tiles(r, c) for r in (1, 2) for c in (1, 2))
+round_one, round_two = map(round_sums, (1, 2))
+prelu_one, prelu_two = map(prelu_sums, (1, 2))
+residual_one, residual_two = map(residual_sums, (1, 2))
+float_one, float_two = map(float_sums, (1, 2))
+silu_one, hardswish_one, gelu_one = (activation_of_sums(function, 1) for function in vectors.LAYER_FUNCTIONS)
+silu_two, hardswish_two, gelu_two = (activation_of_sums(function, 2) for function in vectors.LAYER_FUNCTIONS)

@@ -10,8 +10,19 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, products, vectors
+from fxq.backends.loops.code.epilogue_code import (
+    VECTORS_PACKED,
+    ByteCode,
+    EpilogueCode,
+    TileOutput,
+    pixel_address,
+    quantizing,
+    scaling,
+    with_prelu,
+    with_residual,
+)
 from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, WIDE_PIXELS, on_addresses
-from fxq.backends.loops.code.vectors import FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat, store
+from fxq.backends.loops.code.vectors import INT8, INT32, INT64, INTS, LANES, load, number, splat, store
 
 
 class TileInput(NamedTuple):
@@ -40,38 +51,6 @@ class TileInput(NamedTuple):
     weight: Any
     start: Any
     own: Any
-
-
-class TileOutput(NamedTuple):
-    """Results of a tile, and how its sums become results.
-
-    Attributes:
-        scale: Address of float32 (16,), by column.
-        bias: Address of float32 (16,), by column.
-        numbers: Address of float32: lower bound and upper bound, of floats or of integers, factor, zero point.
-        out: Address of the results of the 16 columns.
-        places: Address of int32: elements from `out` to the results of each pixel.
-    """
-
-    scale: Any
-    bias: Any
-    numbers: Any
-    out: Any
-    places: Any
-
-
-class Residual(NamedTuple):
-    """Integers that are added to the scaled sums of a tile.
-
-    Attributes:
-        x: Address of uint8; 0: nothing is added.
-        places: Address of int32: bytes from `x` to the 16 integers of each pixel.
-        grid: Address of float32: scale, shift.
-    """
-
-    x: Any
-    places: Any
-    grid: Any
 
 
 def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
@@ -211,65 +190,14 @@ def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
     return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, channels), order))
 
 
-FinishCode = Callable[[Any, Any], Any]
-"""Function of a pixel, a number or an LLVM value, and its 16 sums, that returns 16 bytes."""
-
-
-def pixel_address(b: Any, x: Any, places: Any, pixel: Any, size: int = 1) -> Any:
-    """Address of a pixel, a number or an LLVM value, from its distance to `x`, int32, at `places`."""
-    offset = b.mul(number(pixel) if isinstance(pixel, int) else pixel, number(4))
-    return b.add(x, b.mul(b.sext(load(b, b.add(places, offset), INT32), INT64), number(size)))
-
-
-def rounding(b: Any, result: TileOutput) -> FinishCode:
-    """Code that scales sums, adds the bias, clamps and rounds: scale and bias include the grid of the result."""
-    scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
-    low, high = vectors.bounds(b, result.numbers)
-
-    def finish(_: Any, total: Any) -> Any:
-        y = vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias)
-        return vectors.rounded(b, vectors.clamp(b, y, low, high))
-
-    return finish
-
-
-def quantizing(b: Any, result: TileOutput, function: Callable[[Any, Any], Any]) -> FinishCode:
-    """Code that scales sums, adds the bias, applies `function(pixel, y)`, and quantizes."""
-    scales, bias = load(b, result.scale, FLOATS), load(b, result.bias, FLOATS)
-    low, high = vectors.bounds(b, result.numbers)
-    factor, zero = (splat(b, load(b, result.numbers, vectors.FLOAT32, 4 * k)) for k in (2, 3))
-
-    def finish(pixel: Any, total: Any) -> Any:
-        y = function(pixel, vectors.multiply_add(b, b.sitofp(total, FLOATS), scales, bias))
-        y = vectors.clamp(b, vectors.multiply_add(b, y, factor, zero), low, high)
-        return vectors.rounded(b, y)
-
-    return finish
-
-
-def with_prelu(b: Any, result: TileOutput, slope: Any) -> FinishCode:
-    """Code that also applies PReLU; `slope` is the address of float32 (16,), by column."""
-    slopes = load(b, slope, FLOATS)
-    return quantizing(b, result, lambda _, y: vectors.scale_negative(b, y, slopes))
-
-
-def with_residual(b: Any, result: TileOutput, residual: Residual) -> FinishCode:
-    """Code that also adds a `Residual`."""
-    step, shift = vectors.bounds(b, residual.grid)
-
-    def added(pixel: Any, y: Any) -> Any:
-        address = pixel_address(b, residual.x, residual.places, pixel)
-        real = b.uitofp(load(b, address, ir.VectorType(INT8, LANES)), FLOATS)
-        return b.fadd(y, vectors.multiply_add(b, real, step, shift))
-
-    return quantizing(b, result, added)
-
-
-def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, finish: FinishCode) -> None:
-    """Store the bytes that `finish` returns for the sums of each pixel."""
-    lines = _pixel_addresses(b, result.out, result.places, len(sums))
-    for p, (total, line) in enumerate(zip(sums, lines, strict=True)):
-        store(b, finish(p, total), line)
+def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, epilogue: EpilogueCode) -> None:
+    """Store the bytes of the sums of each pixel, whose floats `epilogue` returns."""
+    lines, code = _pixel_addresses(b, result.out, result.places, len(sums)), ByteCode(b, result.numbers)
+    floats = [epilogue(p, total) for p, total in enumerate(sums)]
+    whole = len(sums) // VECTORS_PACKED * VECTORS_PACKED
+    values = [value for k in range(0, whole, VECTORS_PACKED) for value in code.four(floats[k : k + VECTORS_PACKED])]
+    for value, line in zip([*values, *map(code.one, floats[whole:])], lines, strict=True):
+        store(b, value, line)
 
 
 def layer_tile(pixels: int) -> Any:
@@ -287,7 +215,7 @@ def rounded_layer_tile(pixels: int) -> Any:
 
     def code(b, tile, result):
         sums = _layer_sums(b, pixels, tile)
-        _store_bytes(b, sums, result, rounding(b, result))
+        _store_bytes(b, sums, result, scaling(b, result))
 
     return on_addresses(code, is_called=pixels == TILE_PIXELS)
 

@@ -34,11 +34,10 @@ from typing import Any, NamedTuple
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import helper, inlined
+from fxq.backends.loops.code.epilogue_code import Residual, TileOutput
 from fxq.backends.loops.code.finish_code import add_integers, pack_wide, round_floats, scale_sums
 from fxq.backends.loops.code.layer_code import (
-    Residual,
     TileInput,
-    TileOutput,
     four_depthwise,
     four_pixels,
     gelu_many,
@@ -90,9 +89,10 @@ CONVERTED_AT = 2 * _BLOCK_BYTES * TILE_PIXELS
 """Bytes from the scratch memory, which begins with sums and results of a tile, to what is computed for int16."""
 _ROWS_AT_ONCE = 8
 """Rows for which a float layer reads its weight once."""
-STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION = range(5)
+STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION, STORE_FLOATS = range(6)
 """Epilogues of a tile: its sums are stored, and `finish` completes them; or the code of the tile quantizes them, at
-once, after adding a residual, after PReLU, or after another function. Only ROUND has code for small tiles."""
+once, after adding a residual, after PReLU, or after another function; or it stores them as clamped floats. Only ROUND
+has code for small tiles."""
 
 
 @helper
@@ -305,7 +305,7 @@ def product(step, bases):
                 added = Residual(residual + LANES * k if residual_places else 0, residual_places + here, residual_grid)
                 if code == ROUND:
                     _round_tile(size, tile, result)
-                elif code == STORE_SUMS or size < TILE_PIXELS:
+                elif code in (STORE_SUMS, STORE_FLOATS) or size < TILE_PIXELS:
                     _store_tile(size, tile, is_depthwise, LANES * blocks, sums)
                     finish(sums, sums + _BLOCK_BYTES * TILE_PIXELS, size, result, epilogue, added)
                 else:

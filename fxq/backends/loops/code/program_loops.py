@@ -13,7 +13,8 @@ from __future__ import annotations
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.amx_code import BLOCKS_AT_ONCE as BLOCKS_AT_ONCE
-from fxq.backends.loops.code.amx_code import PIXELS_AT_ONCE as PIXELS_AT_ONCE
+from fxq.backends.loops.code.amx_code import ROW_BYTES as ROW_BYTES
+from fxq.backends.loops.code.amx_code import TILE_ROWS as TILE_ROWS
 from fxq.backends.loops.code.amx_loops import amx_product
 from fxq.backends.loops.code.amx_loops import amx_scratch as amx_scratch
 from fxq.backends.loops.code.amx_loops import pixel_bytes as pixel_bytes
@@ -31,6 +32,7 @@ from fxq.backends.loops.code.layer_loops import APPLY_FUNCTION as APPLY_FUNCTION
 from fxq.backends.loops.code.layer_loops import APPLY_PRELU as APPLY_PRELU
 from fxq.backends.loops.code.layer_loops import CONVERTED_AT as CONVERTED_AT
 from fxq.backends.loops.code.layer_loops import ROUND as ROUND
+from fxq.backends.loops.code.layer_loops import STORE_FLOATS as STORE_FLOATS
 from fxq.backends.loops.code.layer_loops import STORE_SUMS as STORE_SUMS
 from fxq.backends.loops.code.layer_loops import depthwise, linear, product
 from fxq.backends.loops.code.machine_code import GROUP as GROUP

@@ -49,8 +49,39 @@ class ProductField(IntEnum):
     RESIDUAL = 26  # base, offset
     RESIDUAL_PLACES = 28  # address of int32: bytes from RESIDUAL to each pixel; 0: no residual
     RESIDUAL_GRID = 29  # address of float32: scale, shift
-    EPILOGUE = 30  # STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU or APPLY_FUNCTION
-    X_STEP = 31  # bytes from each pixel to the next if AMX tiles are loaded from X; else 0
+    EPILOGUE = 30  # STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION or STORE_FLOATS
+
+
+class AmxField(IntEnum):
+    """Fields of the step of an integer layer whose products are computed by AMX, for tiles of 16 pixels."""
+
+    X = 1  # base, offset
+    OUT = 3  # base, offset
+    X_PLACES = 5  # address of int32: bytes from X to the first pixel of each tile; if pixels are copied, to each pixel
+    OUT_PLACES = 6  # address of int32 (tiles, 16): elements from OUT to the results of each pixel; -1: it has none
+    TILES = 7
+    X_STEP = 8  # bytes from each pixel of a tile to the next; 0 if pixels are copied
+    RUNS = 9  # address of int32: bytes from a pixel to each run of integers that it reads
+    RUN_COUNT = 10
+    DEPTH = 11  # tiles of a run; if pixels are copied, those of all runs
+    GROUPS = 12  # groups of `machine_code.GROUP` integers of a run that are copied; 0 if pixels are not copied
+    WEIGHT = 13  # as in `ProductField`, like further fields without a comment
+    BLOCKS = 14
+    START = 15
+    SCALE = 16
+    BIAS = 17
+    SLOPE = 18
+    NUMBERS = 19
+    FUNCTION = 20
+    TO_FLOATS = 21
+    CHANNELS = 22
+    BLOCK_BYTES = 23
+    TILES_AT_ONCE = 24  # tiles that all columns are computed for, before further tiles
+    SPREAD = 25
+    RESIDUAL = 26
+    RESIDUAL_PLACES = 28  # address of int32 (tiles, 16); 0: no residual
+    RESIDUAL_GRID = 29
+    EPILOGUE = 30
 
 
 class DepthwiseField(IntEnum):

@@ -5,7 +5,7 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
 
     weight, int8 (columns, taps, C)           taps that are side by side in memory are one run
         -> (blocks, runs, groups, 16, GROUP)  columns padded to blocks of 16, runs padded to groups of GROUP
-        or (blocks, runs * groups, 16, GROUP) for AMX: runs together padded to 16 groups
+        or as tiles of AMX, see `amx_tiles.py`
         or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: two of a group, then the others
     weight of a depthwise layer, int8 (C, taps)
         -> (taps, blocks * 16)                tiles of 16 channels
@@ -27,17 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxq.backends.loops.code.step_fields import AttentionField, DepthwiseField, LinearField, ProductField
-from fxq.backends.loops.programs.areas import ABSOLUTE, LANES, SLACK_BYTES, Area
+from fxq.backends.loops.code.step_fields import AmxField, AttentionField, DepthwiseField, LinearField, ProductField
+from fxq.backends.loops.programs.amx_tiles import AmxTiles, PixelGrid, amx_tiles
+from fxq.backends.loops.programs.areas import ABSOLUTE, ARENA, LANES, SLACK_BYTES, Area
 from fxq.backends.loops.programs.program_steps import CLAMP, ProgramStep, RowWriter
 from fxq.quant.qparams import QParams
 
 MIN_PIXELS_AT_ONCE = 192
 """Pixels that are computed for all columns before further pixels, even if their input exceeds the cache."""
-MIN_AMX_PIXELS, MIN_AMX_DEPTH = 8, 64
-"""Pixels and integers of each that a layer needs so that AMX is used: half of a tile, and a row of it."""
-MAX_COPIED_BYTES = 1 << 18
-"""Bytes of pixels that are copied for AMX before all columns read them: they stay in the second-level cache."""
 TAPS_AT_ONCE = 4
 """Taps that a wide tile of a depthwise layer reads at once."""
 
@@ -106,10 +103,8 @@ class ProductStep(ProgramStep):
             of_block = LANES * len(self.taps) * (self.weight.shape[2] + loops.GROUP)
             wide = loops.X_BYTES * (of_block + self._read_at_once(loops)) + SLACK_BYTES
             return max(usual, int(loops.CONVERTED_AT) + 4 * (self._pixels_at_once(loops) + LANES) + wide)
-        if not self._uses_amx(loops):
-            return usual
-        groups = len(self.taps) * -(-self.weight.shape[2] // loops.GROUP)  # or less if taps are one run
-        return max(usual, int(loops.amx_scratch(self._copied_pixels(loops, groups), groups)))
+        tiles = self._amx_tiles(loops, self.weight)
+        return usual if tiles is None else max(usual, int(loops.amx_scratch(tiles.copied, tiles.depth)))
 
     def _pixels_at_once(self, loops: ModuleType) -> int:
         """Number of pixels that all columns are computed for, before further pixels."""
@@ -125,17 +120,15 @@ class ProductStep(ProgramStep):
         distance = int((places[at_once - 1 :] - places[: len(places) - at_once + 1]).max())
         return distance + max(offsets) - min(offsets) + x.pixel_stride + loops.GROUP
 
-    def _uses_amx(self, loops: ModuleType) -> bool:
-        """Whether AMX computes the layer: it is large enough, and not depthwise."""
-        depth, pixels = math.prod(self.weight.shape[1:]), self.x.shape[0] * math.prod(self.windows)
-        is_large = self.weight.dim() == 3 and depth >= MIN_AMX_DEPTH and pixels >= MIN_AMX_PIXELS
-        return bool(loops.KIND.has_amx) and is_large
-
-    def _copied_pixels(self, loops: ModuleType, groups: int) -> int:
-        """Number of pixels of so many groups that are copied at once for AMX."""
-        pixels, at_once = self.x.shape[0] * math.prod(self.windows), loops.PIXELS_AT_ONCE
-        fitting = MAX_COPIED_BYTES // loops.pixel_bytes(groups) // at_once * at_once
-        return int(min(max(fitting, 2 * at_once), -(-pixels // at_once) * at_once))
+    def _amx_tiles(self, loops: ModuleType, weight: Tensor) -> AmxTiles | None:
+        """Tiles of AMX that compute the columns of a weight; None if it does not, or is slower."""
+        if not loops.KIND.has_amx or weight.dim() == 2:
+            return None
+        x, (down, right) = self.x, self.stride
+        first = x.place(*self.first)
+        counts, steps = (x.shape[0], *self.windows), (x.sample_stride, down * x.row_stride, right * x.pixel_stride)
+        grid = PixelGrid(counts, steps, first, may_exceed=x.root.base == ARENA)
+        return amx_tiles(grid, [x.place(*tap) - x.place(0, 0) for tap in self.taps], weight, x.pixel_stride, loops)
 
     def rows(self, writer: RowWriter) -> list[list[int]]:
         columns, wide = len(self.weight), writer.loops.WIDE_CHANNELS
@@ -165,6 +158,9 @@ class ProductStep(ProgramStep):
             first: Row, column and channel of the first result, relative to those of all columns.
         """
         weight, is_depthwise, x, out = self.weight[columns], self.weight.dim() == 2, self.x, self.out
+        tiles = self._amx_tiles(writer.loops, weight)
+        if tiles is not None:
+            return self._amx_row(writer, tiles, columns, spread, first)
         count, channel = len(weight), columns.start if self.spread is None and columns.start else 0
         blocks = -(-count // LANES)
         packed, runs, groups = self._packed(weight, writer.loops, blocks)
@@ -172,18 +168,13 @@ class ProductStep(ProgramStep):
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
         pixels_at_once = self._pixels_at_once(writer.loops)
-        uses_amx, x_step = self._uses_amx(writer.loops), 0
-        if uses_amx:
-            pixels_at_once = self._copied_pixels(writer.loops, len(runs) * groups)
-            is_whole = len(runs) == 1 and groups % LANES == 0
-            x_step = _equal_step(x_places) if is_whole else 0
         residual: Sequence[int] = (0, 0)
         residual_places = residual_grid = 0
         if self.residual is not None:
             residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
             residual_places = writer.constant(self._places(self.residual, (0, 0), self.out_stride))
         return writer.row(
-            writer.loops.AMX_PRODUCT if uses_amx else writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
+            writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
             runs=writer.constant(runs), run_count=len(runs), groups=groups,
             weight=writer.constant(packed), blocks=blocks,
@@ -193,13 +184,40 @@ class ProductStep(ProgramStep):
             pixels_at_once=pixels_at_once,
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
             residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
-            x_step=x_step,
+        )  # fmt: skip
+
+    def _amx_row(
+        self, writer: RowWriter, tiles: AmxTiles, columns: slice, spread: int, first: tuple[int, int, int]
+    ) -> list[int]:
+        """Row for some of the columns, computed by AMX. Arguments: see `_product_row`."""
+        count, loops = len(tiles.runs.weight), writer.loops
+        channel, blocks = columns.start if self.spread is None and columns.start else 0, -(-count // LANES)
+        packed, epilogue = tiles.packed(blocks, loops), loops.STORE_SUMS if spread else self._epilogue(loops)
+        out_places = self._places(self.out, first[:2], self.out_stride, channel + first[2])
+        residual: Sequence[int] = (0, 0)
+        residual_places = residual_grid = 0
+        if self.residual is not None:
+            residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
+            places = self._places(self.residual, (0, 0), self.out_stride)
+            residual_places = writer.constant(tiles.places_of(places))
+        return writer.row(
+            loops.AMX_PRODUCT, AmxField, x=self.x.start, out=self.out.start,
+            x_places=writer.constant(tiles.x_places.to(torch.int32)),
+            out_places=writer.constant(tiles.places_of(out_places, -1)), tiles=len(tiles.pixels), x_step=tiles.x_step,
+            runs=writer.constant(torch.tensor(tiles.runs.offsets, dtype=torch.int32)),
+            run_count=len(tiles.runs.offsets), depth=tiles.depth, groups=tiles.groups,
+            weight=writer.constant(packed), blocks=blocks,
+            **self._column_values(writer, columns, blocks * LANES, epilogue == loops.ROUND),
+            function=self.kind(writer), to_floats=self.grid is None, channels=count,
+            block_bytes=packed.numel() // blocks, tiles_at_once=tiles.at_once, spread=spread,
+            residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
         )  # fmt: skip
 
     def _epilogue(self, loops: ModuleType) -> int:
         """Epilogue of large tiles, see `layer_loops.py`."""
         if self.grid is None:
-            return int(loops.STORE_SUMS)
+            is_clamp = self.function.name == "clamp" and self.residual is None
+            return int(loops.STORE_FLOATS if is_clamp else loops.STORE_SUMS)
         if self.residual is not None:
             return int(loops.ADD_RESIDUAL if self.function.name == "clamp" else loops.STORE_SUMS)
         epilogues = {"clamp": loops.ROUND, "prelu": loops.APPLY_PRELU}
@@ -278,8 +296,6 @@ class ProductStep(ProgramStep):
         weight = weight.view(blocks, LANES, len(offsets), groups, group // 2, 2)
         order = (0, 2, 3, 1, 4, 5) if loops.KIND.dot else (0, 2, 3, 4, 1, 5)
         weight = weight.permute(order).contiguous()
-        if self._uses_amx(loops):
-            weight = F.pad(weight.flatten(1, 2), (0, 0, 0, 0, 0, 0, 0, -len(offsets) * groups % LANES))
         return weight, torch.tensor(offsets, dtype=torch.int32), groups
 
     def _places(self, area: Area, first: tuple[int, int], stride: tuple[int, int], channel: int = 0) -> Tensor:
@@ -295,12 +311,6 @@ def _own_products(packed: Tensor) -> Tensor:
     """Sums of the products within the groups of each column, for kinds of CPU without `dot`: see `products.py`."""
     first, second = packed.to(torch.int32).unbind(3)  # (blocks, runs, groups, 16, 2)
     return (first * second).sum((1, 2, 4), dtype=torch.int32).flatten()
-
-
-def _equal_step(places: Tensor) -> int:
-    """Distance from each place to the next; 0 if they differ."""
-    steps = places.diff().unique()
-    return int(steps) if len(steps) == 1 else 0
 
 
 def _wide_order(by_channel: Tensor) -> Tensor:

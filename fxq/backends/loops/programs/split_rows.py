@@ -14,6 +14,7 @@ from itertools import combinations, pairwise
 from types import ModuleType
 
 from fxq.backends.loops.code.step_fields import (
+    AmxField,
     AttentionField,
     DepthwiseField,
     LinearField,
@@ -109,22 +110,36 @@ def _product(loops: ModuleType, row: Sequence[int]) -> StepWork:
     by_pixel: dict[int, int] = {f.X_PLACES: _INT_BYTES, f.OUT_PLACES: _INT_BYTES}
     if row[f.RESIDUAL_PLACES]:
         by_pixel[f.RESIDUAL_PLACES] = _INT_BYTES
-    uses_amx = row[0] == loops.AMX_PRODUCT
-    pixels_of_tile, blocks_of_tile = (
-        (loops.PIXELS_AT_ONCE, loops.BLOCKS_AT_ONCE) if uses_amx else (loops.TILE_PIXELS, 1)
-    )
-    axes = [Axis(f.PIXELS, by_pixel, pixels_of_tile, row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED)]
+    axes = [Axis(f.PIXELS, by_pixel, loops.TILE_PIXELS, row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED)]
     if row[f.IS_DEPTHWISE]:  # the rows of its weight have all channels
         return StepWork(sums * (depth + _FINISH) / (LANES * _SPEED), axes)
+    axes.append(Axis(f.BLOCKS, _steps_of_blocks(f, row), 1, pixels * row[f.GROUPS] * loops.GROUP / _VALUE_SPEED))
+    return StepWork(sums * (depth / loops.GROUP + _FINISH) / (LANES * _SPEED), axes)
+
+
+def _steps_of_blocks(f: type[ProductField] | type[AmxField], row: Sequence[int]) -> dict[int, int]:
+    """Steps of an axis of blocks of 16 columns, see `Axis`."""
     step = _INT_BYTES * LANES
-    by_block: dict[int, int] = {
-        f.X + 1: row[f.BLOCK_STEP], f.WEIGHT: row[f.BLOCK_BYTES], f.START: step, f.SCALE: step, f.BIAS: step,
-        f.SLOPE: step, f.OUT + 1: 0 if row[f.SPREAD] else step if row[f.TO_FLOATS] else LANES, f.CHANNELS: -LANES,
+    return {
+        f.WEIGHT: row[f.BLOCK_BYTES], f.START: step, f.SCALE: step, f.BIAS: step, f.SLOPE: step,
+        f.OUT + 1: 0 if row[f.SPREAD] else step if row[f.TO_FLOATS] else LANES, f.CHANNELS: -LANES,
         f.SPREAD: step if row[f.SPREAD] else 0, f.RESIDUAL + 1: LANES,
     }  # fmt: skip
-    axes.append(Axis(f.BLOCKS, by_block, blocks_of_tile, pixels * row[f.GROUPS] * loops.GROUP / _VALUE_SPEED))
-    vectors = depth / loops.GROUP / (_AMX_RATIO if uses_amx else 1)
-    return StepWork(sums * (vectors + _FINISH) / (LANES * _SPEED), axes)
+
+
+def _amx_product(loops: ModuleType, row: Sequence[int]) -> StepWork:
+    f, rows = AmxField, int(loops.TILE_ROWS)
+    tiles, blocks, depth = row[f.TILES], row[f.BLOCKS], row[f.DEPTH] * (1 if row[f.GROUPS] else row[f.RUN_COUNT])
+    places = _INT_BYTES * rows
+    by_tile: dict[int, int] = {f.X_PLACES: places if row[f.GROUPS] else _INT_BYTES, f.OUT_PLACES: places}
+    if row[f.RESIDUAL_PLACES]:
+        by_tile[f.RESIDUAL_PLACES] = places
+    of_weight, of_pixels = row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED, tiles * rows * depth * loops.ROW_BYTES
+    axes = [
+        Axis(f.TILES, by_tile, 2, of_weight),
+        Axis(f.BLOCKS, _steps_of_blocks(f, row), loops.BLOCKS_AT_ONCE, of_pixels / row[f.RUN_COUNT] / _VALUE_SPEED),
+    ]
+    return StepWork(tiles * blocks * rows * (depth * LANES / _AMX_RATIO + _FINISH) / _SPEED, axes)
 
 
 def _depthwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
@@ -239,6 +254,6 @@ _DEPTHWISE_PIXELS = 4
 """Pixels of a large tile of a depthwise layer."""
 _WORK: Mapping[str, Callable[[ModuleType, Sequence[int]], StepWork]] = {
     "PRODUCT": _product, "DEPTHWISE": _depthwise, "QUANTIZE": _quantize, "POINTWISE": _pointwise, "POOL": _pool,
-    "NORM": _norm, "MOVE": _move, "ATTENTION": _attention, "LINEAR": _linear, "AMX_PRODUCT": _product,
+    "NORM": _norm, "MOVE": _move, "ATTENTION": _attention, "LINEAR": _linear, "AMX_PRODUCT": _amx_product,
 }  # fmt: skip
 """StepWork of each kind of step, by the name of its code."""

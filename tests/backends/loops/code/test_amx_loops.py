@@ -16,8 +16,8 @@ from torch import nn
 import fxq
 from fxq.backends.loops import jit_engine
 from fxq.backends.loops.code import compiler
-from fxq.backends.loops.code.step_fields import ProductField
-from fxq.backends.loops.programs import layer_steps
+from fxq.backends.loops.code.step_fields import AmxField
+from fxq.backends.loops.programs import amx_tiles
 from fxq.backends.loops.programs.program_steps import CLAMP, Function
 from fxq.backends.loops.programs.split_rows import split_row
 from fxq.common.metrics import sqnr
@@ -61,7 +61,7 @@ def loops_with_amx():
             row = (ctypes.c_int64 * MAX_STEP_FIELDS).from_buffer_copy(ctypes.string_at(address, 8 * MAX_STEP_FIELDS))
             loops.rows.append(list(row))
             if row[0] == program_loops.AMX_PRODUCT:
-                row[ProductField.WEIGHT] += loops.offset
+                row[AmxField.WEIGHT] += loops.offset
                 large.ctypes(ctypes.addressof(row), bases)
             else:
                 program_loops.run(address, 1, bases)
@@ -73,8 +73,7 @@ def loops_with_amx():
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch):
     """Use AMX for layers of any size."""
-    monkeypatch.setattr(layer_steps, "MIN_AMX_PIXELS", 1)
-    monkeypatch.setattr(layer_steps, "MIN_AMX_DEPTH", 1)
+    monkeypatch.setattr(amx_tiles, "VECTOR_CYCLES", 1e9)
     loops_with_amx().rows.clear()
 
 
@@ -105,22 +104,39 @@ def test_convolutions(shape, columns, size, stride, padding, function, grid, res
 @settings(deadline=None)
 @given(
     count=st.integers(1, 70), depth=st.sampled_from([1, 4, 63, 64, 65, 128, 192, 200]), columns=st.integers(1, 70),
-    copied=st.sampled_from([1 << 18, 1]), grid=GRIDS, seed=st.integers(0, 99),
+    at_once=st.sampled_from([1 << 18, 1]), grid=GRIDS, seed=st.integers(0, 99),
 )  # fmt: skip
-def test_any_number_of_pixels(count, depth, columns, copied, grid, seed):
-    """Pixels that fill tiles are read where they are, 63 integers with one more; others are copied, if they fit."""
+def test_any_number_of_pixels(count, depth, columns, at_once, grid, seed):
+    """Sixteen pixels and more are read where they are, the last tile with pixels of the one before; few are copied."""
     torch.manual_seed(seed)
-    with mock.patch.object(layer_steps, "MAX_COPIED_BYTES", copied):
+    with mock.patch.object(amx_tiles, "_MAX_BYTES_AT_ONCE", at_once):
         row = check_amx((1, 1, count, depth), columns, grid=grid)
-    assert row[ProductField.X_STEP] == (64 * -(-depth // 64) if count > 1 and depth % 64 in (0, 63) else 0)
-    assert row[ProductField.PIXELS_AT_ONCE] == min(-(-count // 32) * 32, 96 if copied > 1 else 64)
+    assert row[AmxField.X_STEP] == (16 * -(-depth // 16) if count >= 16 else 0)
+    assert row[AmxField.TILES] == -(-count // 16)
+    assert at_once > 1 or row[AmxField.TILES_AT_ONCE] == (2 if count >= 16 else 1)
 
 
-def test_pixels_with_a_border_between_them():
-    """Distances differ at the ends of rows, so that pixels are copied."""
-    assert check_amx((1, 7, 9, 64), 32, padding=(1, 1), stride=(2, 1))[ProductField.X_STEP] == 0
-    assert check_amx((2, 6, 6, 64), 32)[ProductField.X_STEP] == 64
-    assert check_amx((2, 6, 6, 64), 32, stride=(1, 2))[ProductField.X_STEP] == 128
+@pytest.mark.parametrize(
+    ("shape", "about", "x_step", "tiles"),
+    [
+        ((1, 14, 14, 64), {"padding": (1, 1)}, 64, 14),  # 13 rows of 16 pixels, two of which are the border, and 14
+        ((2, 6, 6, 64), {}, 64, 5),  # 72 pixels, without a border between images
+        ((1, 30, 30, 64), {"padding": (1, 1), "stride": (2, 2)}, 128, 15),  # tiles of rows of 15 pixels
+        ((1, 9, 40, 64), {"padding": (1, 1), "stride": (2, 1)}, 64, 15),  # rows of 40 pixels, the last tile with 8
+        ((1, 3, 3, 64), {"padding": (1, 1)}, 0, 1),  # fewer than 16 places from the first to the last pixel: copied
+    ],
+)
+def test_places_of_tiles(shape, about, x_step, tiles):
+    """Tiles have places of the border, or are those of rows. Pixels are copied where they are too few for a tile."""
+    row = check_amx(shape, 600, (3, 3) if about else (1, 1), **about)
+    assert (row[AmxField.X_STEP], row[AmxField.TILES]) == (x_step, tiles)
+
+
+def test_pixels_are_copied_if_that_takes_less_time():
+    """Windows of 27 integers: for many columns, one tile of a copy is faster than a tile for each row of the window."""
+    few, many = (check_amx((1, 32, 32, 3), columns, (3, 3), room=3) for columns in (16, 640))
+    assert few[AmxField.X_STEP] == 3 and few[AmxField.RUN_COUNT] == few[AmxField.DEPTH] * 3 == 3
+    assert many[AmxField.X_STEP] == 0 and many[AmxField.DEPTH] == 1 and many[AmxField.GROUPS] == 3
 
 
 @pytest.mark.parametrize("value", [0, 255])
@@ -133,20 +149,20 @@ def test_the_largest_products(value, end):
 
 
 def test_small_layers_use_other_products(monkeypatch):
-    """A weight of whole tiles is also read by them."""
+    """One row through a linear layer, and depthwise layers."""
     monkeypatch.undo()
-    for shape, depthwise in (((1, 1, 7, 80), False), ((1, 4, 4, 60), False), ((1, 4, 4, 64), True)):
+    for shape, depthwise in (((1, 1, 1, 80), False), ((1, 1, 2, 3), False), ((1, 4, 4, 64), True)):
         loops_with_amx().rows.clear()
         check(*conv(shape, shape[3], depthwise=depthwise, loops=loops_with_amx()), GRID)
         assert program_loops.AMX_PRODUCT not in [row[0] for row in loops_with_amx().rows]
 
 
-@pytest.mark.parametrize(("shape", "field", "unit"), [((1, 56, 57, 64), "PIXELS", 32), ((1, 7, 7, 512), "BLOCKS", 2)])
+@pytest.mark.parametrize(("shape", "field", "unit"), [((1, 56, 57, 64), "TILES", 2), ((1, 7, 7, 512), "BLOCKS", 2)])
 def test_parts_of_threads_begin_with_tiles(shape, field, unit):
     row = check_amx(shape, shape[3] + 16, (3, 3), padding=(1, 1), function=CLAMP)
     parts = split_row(loops_with_amx(), row, 3)
-    sizes = [part[ProductField[field]] for part in parts]
-    assert len(parts) == 3 and sum(sizes) == row[ProductField[field]] and not any(n % unit for n in sizes[:-1])
+    sizes = [part[AmxField[field]] for part in parts]
+    assert len(parts) == 3 and sum(sizes) == row[AmxField[field]] and not any(n % unit for n in sizes[:-1])
 
 
 class Network(nn.Module):

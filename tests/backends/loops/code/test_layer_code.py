@@ -13,12 +13,13 @@ from tests.support.program_runs import EXACT
 pytestmark = pytest.mark.any_cpu
 
 layer_code = pytest.importorskip("fxq.backends.loops.code.layer_code", reason="needs Numba", exc_type=ImportError)
+epilogue_code = pytest.importorskip("fxq.backends.loops.code.epilogue_code")
 machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 vectors = pytest.importorskip("fxq.backends.loops.code.vectors")
 
 emitted = pytest.importorskip("tests.support.emitted")
 
-TileInput, TileOutput, Residual = layer_code.TileInput, layer_code.TileOutput, layer_code.Residual
+TileInput, TileOutput, Residual = layer_code.TileInput, epilogue_code.TileOutput, epilogue_code.Residual
 GROUP, LANES = machine_code.GROUP, 16
 KINDS = [kind for kind in emitted.PLAYED if not kind.has_amx]
 """Kinds of CPUs that this machine can play. Tiles of the kind with AMX are those of AVX512-VNNI."""
