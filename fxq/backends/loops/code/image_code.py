@@ -124,12 +124,14 @@ def max_of_windows(columns: int = 0) -> Any:
     return on_addresses(partial(_join_windows, INT8, INT8, larger, columns), is_called=True)
 
 
-def _add_integers(b: Any, total: Any, pixel: Any) -> Any:
-    return b.add(total, b.zext(pixel, total.type))
+def sum_of_windows(of_floats: bool) -> Any:
+    """Code that writes the sum of each channel of windows: of floats in float32, of integers, uint8, in int32."""
 
+    def add(b: Any, total: Any, pixel: Any) -> Any:
+        return b.fadd(total, pixel) if of_floats else b.add(total, b.zext(pixel, total.type))
 
-def _add_floats(b: Any, total: Any, pixel: Any) -> Any:
-    return b.fadd(total, pixel)
+    kinds = (FLOAT32, FLOAT32) if of_floats else (INT8, INT32)
+    return on_addresses(partial(_join_windows, *kinds, add, 0), is_called=True)
 
 
 def _join_windows(
@@ -159,8 +161,8 @@ def _join_windows(
 
     def run(first: Any, lanes: int) -> None:
         total = cgutils.alloca_once(b, ir.VectorType(result, lanes))
-        x = b.add(windows.x, b.mul(first, number(kind_bytes(kind))))
-        out = b.add(windows.out, b.mul(first, number(kind_bytes(result))))
+        x = b.add(windows.x, b.mul(first, number(_bytes_of(kind))))
+        out = b.add(windows.out, b.mul(first, number(_bytes_of(result))))
         with cgutils.for_range(b, windows.count, intp=INT64) as window:
             b.store(ir.Constant(ir.VectorType(result, lanes), None), total)
             begin = b.add(x, b.mul(window.index, windows.step))
@@ -171,7 +173,7 @@ def _join_windows(
     _in_runs(b, windows.channels, run, _RUNS)
 
 
-def kind_bytes(kind: Any) -> int:
+def _bytes_of(kind: Any) -> int:
     """Bytes of a type of numbers."""
     return 4 if kind == FLOAT32 else int(kind.width) // 8
 
@@ -199,7 +201,6 @@ def _in_runs(b: Any, count: Any, run: Callable[[Any, int], None], sizes: Sequenc
 
 
 max_of_any, max_of_2, max_of_3 = (max_of_windows(columns) for columns in (0, *UNROLLED_COLUMNS))
-sum_integers = on_addresses(partial(_join_windows, INT8, INT32, _add_integers, 0), is_called=True)
-sum_pixels = on_addresses(partial(_join_windows, FLOAT32, FLOAT32, _add_floats, 0), is_called=True)
+sum_integers, sum_pixels = (sum_of_windows(of_floats) for of_floats in (False, True))
 quantize_1, quantize_2, quantize_3, quantize_4 = map(quantize_packed, (1, 2, 3, 4))
 quantize_1_apart, quantize_4_apart = map(quantize_apart, (1, 4))
