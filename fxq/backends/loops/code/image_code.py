@@ -7,7 +7,6 @@ the end begins earlier, and computes a few results twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -121,32 +120,58 @@ def max_of_windows(columns: int = 0) -> Any:
     def larger(b: Any, total: Any, pixel: Any) -> Any:
         return b.select(b.icmp_unsigned(">", total, pixel), total, pixel)
 
-    return on_addresses(partial(_join_windows, INT8, INT8, larger, columns), is_called=True)
+    def code(b, windows):
+        _join_windows(b, windows, (INT8, INT8, INT8), larger, lambda total: total, columns)
+
+    return on_addresses(code, is_called=True)
 
 
-def sum_of_windows(of_floats: bool) -> Any:
-    """Code that writes the sum of each channel of windows: of floats in float32, of integers, uint8, in int32."""
+def mean_of_windows(of_floats: bool) -> Any:
+    """Code that writes the sum of each channel of windows over `size`, float32.
 
-    def add(b: Any, total: Any, pixel: Any) -> Any:
-        return b.fadd(total, pixel) if of_floats else b.add(total, b.zext(pixel, total.type))
+    `windows` are of float32, or of uint8, which are dequantized: `grid` is the address of their scale and zero point.
+    """
 
-    kinds = (FLOAT32, FLOAT32) if of_floats else (INT8, INT32)
-    return on_addresses(partial(_join_windows, *kinds, add, 0), is_called=True)
+    def code(b, windows, grid, size):
+        scale, zero = (load(b, grid, FLOAT32, 4 * k) for k in (0, 1))
+        pixels = b.trunc(b.mul(windows.rows, windows.columns), INT32)
+        zeros, divisor = b.mul(b.fptosi(zero, INT32), pixels), b.sitofp(size, FLOAT32)
+
+        def add(b: Any, total: Any, pixel: Any) -> Any:
+            return b.fadd(total, pixel) if of_floats else b.add(total, b.zext(pixel, total.type))
+
+        def mean(total: Any) -> Any:
+            lanes = total.type.count
+            if not of_floats:
+                total = b.sitofp(b.sub(total, vectors.splat(b, zeros, lanes)), ir.VectorType(FLOAT32, lanes))
+                total = b.fmul(total, vectors.splat(b, scale, lanes))
+            return b.fdiv(total, vectors.splat(b, divisor, lanes))
+
+        kinds = (FLOAT32, FLOAT32, FLOAT32) if of_floats else (INT8, INT32, FLOAT32)
+        _join_windows(b, windows, kinds, add, mean)
+
+    return on_addresses(code, is_called=True)
 
 
 def _join_windows(
-    kind: Any, result: Any, join: Callable[[Any, Any, Any], Any], unrolled: int, b: Any, windows: Any
+    b: Any,
+    windows: Any,
+    kinds: tuple[Any, Any, Any],
+    join: Callable[[Any, Any, Any], Any],
+    finish: Callable[[Any], Any],
+    unrolled: int = 0,
 ) -> None:
-    """Write what `join` makes of the pixels of each window, in order, and of 0.
+    """Write what `join` makes of 0 and the pixels of each window, in order.
 
     Args:
-        kind: Type of elements of pixels.
-        result: Type of results.
-        join: Function of a builder, a vector of results, and one of elements.
-        unrolled: Columns of the windows; 0: as `windows` says.
         b: Builder.
         windows: `WindowRow`.
+        kinds: Types of elements of pixels, of what they are joined to, and of results.
+        join: Function of a builder, a vector of joined elements, and one of further elements.
+        finish: Function of joined elements that returns results.
+        unrolled: Columns of the windows; 0: as `windows` says.
     """
+    kind, joined, result = kinds
 
     def columns_joined(address: Any, lanes: int, total: Any) -> None:
         def pixel(place: Any) -> None:
@@ -160,15 +185,15 @@ def _join_windows(
             pixel(b.add(address, b.mul(windows.pixel_stride, column.index)))
 
     def run(first: Any, lanes: int) -> None:
-        total = cgutils.alloca_once(b, ir.VectorType(result, lanes))
+        total = cgutils.alloca_once(b, ir.VectorType(joined, lanes))
         x = b.add(windows.x, b.mul(first, number(_bytes_of(kind))))
         out = b.add(windows.out, b.mul(first, number(_bytes_of(result))))
         with cgutils.for_range(b, windows.count, intp=INT64) as window:
-            b.store(ir.Constant(ir.VectorType(result, lanes), None), total)
+            b.store(ir.Constant(ir.VectorType(joined, lanes), None), total)
             begin = b.add(x, b.mul(window.index, windows.step))
             with cgutils.for_range(b, windows.rows, intp=INT64) as row:
                 columns_joined(b.add(begin, b.mul(row.index, windows.row_stride)), lanes, total)
-            store(b, b.load(total), b.add(out, b.mul(window.index, windows.out_step)))
+            store(b, finish(b.load(total)), b.add(out, b.mul(window.index, windows.out_step)))
 
     _in_runs(b, windows.channels, run, _RUNS)
 
@@ -201,6 +226,6 @@ def _in_runs(b: Any, count: Any, run: Callable[[Any, int], None], sizes: Sequenc
 
 
 max_of_any, max_of_2, max_of_3 = (max_of_windows(columns) for columns in (0, *UNROLLED_COLUMNS))
-sum_integers, sum_pixels = (sum_of_windows(of_floats) for of_floats in (False, True))
+mean_of_integers, mean_of_floats = map(mean_of_windows, (False, True))
 quantize_1, quantize_2, quantize_3, quantize_4 = map(quantize_packed, (1, 2, 3, 4))
 quantize_1_apart, quantize_4_apart = map(quantize_apart, (1, 4))

@@ -12,14 +12,14 @@ from fxq.backends.loops.code.image_code import (
     max_of_2,
     max_of_3,
     max_of_any,
+    mean_of_floats,
+    mean_of_integers,
     quantize_1,
     quantize_1_apart,
     quantize_2,
     quantize_3,
     quantize_4,
     quantize_4_apart,
-    sum_integers,
-    sum_pixels,
 )
 from fxq.backends.loops.code.memory_loops import (
     NO_FUNCTION,
@@ -28,7 +28,6 @@ from fxq.backends.loops.code.memory_loops import (
     bytes_,
     floats,
     four_at,
-    ints,
     pair_at,
     read,
     scratch_of,
@@ -209,27 +208,6 @@ def _max_of(windows):
 
 
 @inlined
-def _mean_of(window, x_is_float, grid, size, means):
-    """Write the sum of each channel of a window, dequantized, over `size`: its pixels, with padding if that counts.
-
-    `grid` is the address of scale and zero point; `means` that of float32 (channels,). `window.out` is the address of
-    memory for as many numbers.
-    """
-    channels = window.channels
-    sums, real = carray(ints(window.out), channels), carray(floats(window.out), channels)
-    y, scale_and_zero = carray(floats(means), channels), carray(floats(grid), 2)
-    scale, zeros = scale_and_zero[0], _i(window.rows * window.columns) * _i(scale_and_zero[1])
-    if x_is_float:
-        sum_pixels(window)
-        for c in range(channels):
-            y[c] = real[c] / _f(size)
-    else:
-        sum_integers(window)
-        for c in range(channels):
-            y[c] = _f(sums[c] - zeros) * scale / _f(size)
-
-
-@inlined
 def _inside(size, window, stride, padding, count):
     """First result whose window is inside of an image along one axis, and end of these results, within `count`."""
     first = min((padding + stride - 1) // stride, count)
@@ -266,11 +244,14 @@ def pool(step, bases):
                 windows = WindowRow(
                     x + n * x_of_sample + y0 * x_of_row + x0 * x_of_pixel, max(y1 - y0, 0), max(x1 - x0, 0), x_of_row,
                     x_of_pixel, channels, right * x_of_pixel, count,
-                    means + 4 * channels if takes_mean else target, out_of_pixel,
+                    means if takes_mean else target, out_of_pixel,
                 )  # fmt: skip
                 if takes_mean:
                     size = kernel_rows * kernel_columns if counts_padding else windows.rows * windows.columns
-                    _mean_of(windows, x_is_float, numbers + 16, size, means)
+                    if x_is_float:
+                        mean_of_floats(windows, numbers + 16, size)
+                    else:
+                        mean_of_integers(windows, numbers + 16, size)
                     write(means, to_floats, numbers, target, channels)
                 else:
                     _max_of(windows)

@@ -141,7 +141,7 @@ def _depthwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
         Axis(f.PIXELS, by_pixel, loops.WIDE_TILE_PIXELS[loops.PARTS.index(parts)]),
         Axis(f.BLOCKS, by_block, nanoseconds=vectors * LANES / _VALUE_SPEED),
     ]
-    return StepWork(vectors * (3 * row[f.FOURS] + _FINISH) / _SPEED, axes)
+    return StepWork(vectors * (3 * (row[f.FOURS] + row[f.LAST]) + _FINISH) / _SPEED, axes)
 
 
 def _quantize(loops: ModuleType, row: Sequence[int]) -> StepWork:

@@ -50,13 +50,13 @@ def test_pixels_become_integers(kind, channels, gap):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=25)
 @given(
-    operation=st.sampled_from(["max", "sum", "sum of floats"]), rows=st.integers(0, 4), columns=st.integers(0, 4),
+    operation=st.sampled_from(["max", "mean", "mean of floats"]), rows=st.integers(0, 4), columns=st.integers(0, 4),
     channels=st.one_of(st.integers(1, 70), st.integers(120, 200)), step=st.integers(0, 3), count=st.integers(1, 4),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_windows(kind, operation, rows, columns, channels, step, count, seed):
     """Memory has no bytes after the last pixel that is read; results have others around them, which stay."""
-    is_float = operation == "sum of floats"
+    is_float = operation == "mean of floats"
     random = np.random.default_rng(seed)
     width = max(columns + step * (count - 1), 1)
     image = random.integers(0, 256, (max(rows, 1), width, channels)).astype(np.float32 if is_float else np.uint8)
@@ -65,13 +65,14 @@ def test_windows(kind, operation, rows, columns, channels, step, count, seed):
         code = made(image_code.max_of_windows, columns if columns in image_code.UNROLLED_COLUMNS else 0)
         exact = [window.max(0, initial=0) for window in windows]
     else:
-        code = made(image_code.sum_of_windows, is_float)
-        exact = [window.sum(0, dtype=np.float32 if is_float else np.int32) for window in windows]
-    dtype = {"max": np.uint8, "sum": np.int32, "sum of floats": np.float32}[operation]
-    out = np.full((count, channels + 3), 9, dtype)
+        code = made(image_code.mean_of_windows, is_float)
+        exact = [window.astype(np.int64).sum(0) / 8 for window in windows]  # all is exact
+        exact = exact if is_float else [(8 * mean - 3 * rows * columns) / 4 / 8 for mean in exact]
+    out = np.full((count, channels + 3), 9, np.uint8 if operation == "max" else np.float32)
+    more = [] if operation == "max" else [np.array([0.25, 3], np.float32), 8]
     fields = (
         image, rows, columns, image.strides[0], image.strides[1], channels, step * image.strides[1], count, out,
         out.strides[0],
     )  # fmt: skip
-    run(kind, code, [image_code.WindowRow], *fields)
+    run(kind, code, [image_code.WindowRow, *[None] * len(more)], *fields, *more)
     assert np.array_equal(out[:, :channels], exact) and bool((out[:, channels:] == 9).all())

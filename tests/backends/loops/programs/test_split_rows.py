@@ -43,6 +43,8 @@ def image_step(draft, kind):
         return draft.op("conv_transpose2d", x, draft.weight(80, 24, 2, 2, axis=1), draft.vector(24), stride=(2, 2))
     if kind == "depthwise":
         return draft.quantize(draft.conv(x, 80, 5, groups=80))
+    if kind == "narrow":  # with VNNI, two and four pixels share a register
+        return draft.quantize(draft.op("hardswish", draft.conv(draft.image(2, 48, 14, 15), 48, 5, groups=48)))
     if kind == "strided":
         return draft.conv(x, 33, 3, stride=(2, 2))
     if kind == "max_pool2d":
@@ -57,7 +59,9 @@ def image_step(draft, kind):
     return draft.op("add", x, draft.op("mul", x, x))
 
 
-KINDS = ["relu", "hardswish", "tanh", "residual", "transposed", "depthwise", "strided", "max_pool2d", "avg_pool2d"]
+KINDS = [
+    "relu", "hardswish", "tanh", "residual", "transposed", "depthwise", "narrow", "strided", "max_pool2d", "avg_pool2d",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mean", "gate", "add"])
