@@ -107,9 +107,7 @@ def _wide_sums(b: Any, parts: int, tiles: WideTiles, bases: Sequence[Any]) -> li
 
 def _side_by_side(b: Any, runs: Sequence[Any]) -> list[Any]:
     """Four vectors with the four values of each channel side by side, in two steps, each within 16 bytes."""
-    first, second = (
-        [_interleave(b, *pair, 1, half) for half in (0, 1)] for pair in (runs[:2], runs[2:])
-    )  # fmt: skip
+    first, second = ([_interleave(b, runs[k], runs[k + 1], 1, half) for half in (0, 1)] for k in (0, 2))
     return [_interleave(b, first[v // 2], second[v // 2], 2, v % 2) for v in range(4)]
 
 
