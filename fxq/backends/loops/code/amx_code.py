@@ -308,7 +308,7 @@ def _store_bytes(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutpu
                 floats.append(epilogue(pixel, total))
         packed, size = code.together(floats), LANES * columns
         for k, pixel in enumerate(of_part):
-            _store_at(b, vectors.shuffled(b, packed, packed, range(size * k, size * (k + 1))), result, pixel)
+            _store_at(b, vectors.lanes_of(b, packed, packed, range(size * k, size * (k + 1))), result, pixel)
 
 
 def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutput, count: Any) -> None:

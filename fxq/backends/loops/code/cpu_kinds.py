@@ -32,8 +32,8 @@ class CpuKind:
             where there is none.
         pairs: LLVM intrinsic that adds the products of int16 in pairs, to int32; "" where the code names none.
         tile_pixels: Pixels of a large tile: 16 sums of each stay in registers. Small tiles have 4 pixels, or one.
-        wide_channels: Channels that a depthwise convolution computes at once, with `dot`; 0 where there is none.
-        wide_pixels: Pixels of a large tile of such a convolution.
+        wide_channels: Bytes of a register that depthwise convolutions fill with channels, with `dot`; 0: they do not.
+        wide_pixels: Registers of a tile of such a convolution.
         float_tile: Rows and columns of a tile of a product of floats.
         x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
         has_amx: Whether large products use AMX, see `amx_code.py`.

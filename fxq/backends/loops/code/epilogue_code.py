@@ -114,7 +114,7 @@ class ByteCode:
             return [self.one(y) for y in floats]
         packed = self.together(floats)
         return [
-            vectors.shuffled(self._b, packed, packed, range(LANES * k, LANES * (k + 1))) for k in range(len(floats))
+            vectors.lanes_of(self._b, packed, packed, range(LANES * k, LANES * (k + 1))) for k in range(len(floats))
         ]
 
     def together(self, floats: Sequence[Any]) -> Any:
@@ -126,7 +126,7 @@ class ByteCode:
         x = b.bitcast(call(b, "llvm.x86.avx512.packuswb.512", packed, pairs), INTS)
         # Both instructions join two vectors within each 16 bytes: these have four bytes of each of the four vectors.
         order = [VECTORS_PACKED * part + vector for vector in range(VECTORS_PACKED) for part in range(4)]
-        x, (low, high) = b.bitcast(vectors.shuffled(b, x, x, order), packed), self._byte_bounds
+        x, (low, high) = b.bitcast(vectors.lanes_of(b, x, x, order), packed), self._byte_bounds
         x = b.select(b.icmp_unsigned(">", x, low), x, low)
         return b.select(b.icmp_unsigned("<", x, high), x, high)
 

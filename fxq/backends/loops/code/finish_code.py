@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code import machine_code, vectors
+from fxq.backends.loops.code import vectors
 from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT64, INTS, LANES, load, number, splat, store
-
-
-@on_addresses
-def pack_wide(b, tile, factor, numbers, out):
-    """Quantize the floats of a wide tile to bytes, from the channel order of `_wide_sums` to plain order.
-
-    `factor` is the address of the factor and the zero point, `numbers` that of the two bounds.
-    """
-    channels = machine_code.KIND.wide_channels
-    if not channels:
-        return
-    lanes = channels // 4
-    floats = [load(b, tile, ir.VectorType(vectors.FLOAT32, lanes), channels * v) for v in range(4)]
-    (step, zero), (low, high) = vectors.bounds(b, factor, lanes), vectors.bounds(b, numbers, lanes)
-    values = [vectors.clamp(b, vectors.multiply_add(b, y, step, zero), low, high) for y in floats]
-    store(b, _packed(b, [vectors.nearest(b, y) for y in values]), out)
-
-
-def _packed(b: Any, integers: Sequence[Any]) -> Any:
-    """Bytes of four vectors of int32. Both instructions join two vectors within each 16 bytes of the result."""
-    words, sizes = 2 * integers[0].type.count, ("avx512", ".512") if machine_code.KIND.bits == 512 else ("avx2", "")
-    steps = (("packusdw", ir.VectorType(ir.IntType(16), words)), ("packuswb", ir.VectorType(INT8, 2 * words)))
-    values = list(integers)
-    for name, result in steps:
-        intrinsic = name.join(("llvm.x86.{}.", "{}")).format(*sizes)
-        values = [vectors.call_intrinsic(b, intrinsic, result, values[k : k + 2]) for k in range(0, len(values), 2)]
-    return values[0]
 
 
 @on_addresses

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import helper, inlined
 from fxq.backends.loops.code.finish_code import normalize, sum_floats, sum_squares
+from fxq.backends.loops.code.image_code import (
+    WindowRow,
+    max_of_2,
+    max_of_3,
+    max_of_any,
+    mean_of_floats,
+    mean_of_integers,
+    quantize_1,
+    quantize_1_apart,
+    quantize_2,
+    quantize_3,
+    quantize_4,
+    quantize_4_apart,
+)
 from fxq.backends.loops.code.memory_loops import (
     NO_FUNCTION,
     address_of,
@@ -16,7 +28,6 @@ from fxq.backends.loops.code.memory_loops import (
     bytes_,
     floats,
     four_at,
-    ints,
     pair_at,
     read,
     scratch_of,
@@ -24,6 +35,7 @@ from fxq.backends.loops.code.memory_loops import (
     write,
 )
 from fxq.backends.loops.code.step_fields import MoveField, NormField, PointwiseField, PoolField, QuantizeField
+from fxq.backends.loops.code.vectors import LANES
 
 _f, _i = np.float32, np.int32
 CHUNK = 512
@@ -53,29 +65,72 @@ def _quantize_strided(x, x_stride, out, out_stride, count, factor, zero, low, hi
 
 
 @helper
+def _quantize_packed(x, channel_step, out, channels, pixels, grid):
+    """Quantize pixels of 1 to 4 channels that are first, to integers without gaps; see `image_code.py`."""
+    for j in range(0, pixels, LANES):
+        first = min(j, pixels - LANES)
+        source, target = x + 4 * first, out + first * channels
+        if channels == 1:
+            quantize_1(source, channel_step, target, grid)
+        elif channels == 2:
+            quantize_2(source, channel_step, target, grid)
+        elif channels == 3:
+            quantize_3(source, channel_step, target, grid)
+        else:
+            quantize_4(source, channel_step, target, grid)
+
+
+@helper
+def _quantize_apart(x, channel_step, out, pixel_step, channels, pixels, grid):
+    """Quantize pixels of channels that are first, to integers `pixel_step` bytes apart, four channels at once."""
+    at_once = 4 if channels >= 4 else 1
+    for k in range(0, channels, at_once):
+        channel = min(k, channels - at_once)
+        for j in range(0, pixels, LANES):
+            first = min(j, pixels - LANES)
+            source, target = x + channel * channel_step + 4 * first, out + channel + first * pixel_step
+            if at_once == 4:
+                quantize_4_apart(source, channel_step, target, pixel_step, grid)
+            else:
+                quantize_1_apart(source, channel_step, target, pixel_step, grid)
+
+
+@helper
+def _quantize_row(x, of_channel, of_pixel, out, out_of_pixel, pixels, channels, grid):
+    """Quantize pixels. Strides of floats are in elements, and that of integers is in bytes."""
+    numbers = carray(floats(grid), 4)
+    factor, zero, low, high = numbers[0], _i(numbers[1]), numbers[2], numbers[3]
+    if of_channel == 1 and of_pixel == channels and out_of_pixel == channels:
+        _quantize(x, out, pixels * channels, factor, zero, low, high)
+    elif of_channel == 1:
+        for j in range(pixels):
+            _quantize(x + 4 * j * of_pixel, out + j * out_of_pixel, channels, factor, zero, low, high)
+    elif of_pixel != 1 or pixels < LANES:
+        for c in range(channels):
+            _quantize_strided(
+                x + 4 * c * of_channel, of_pixel, out + c, out_of_pixel, pixels, factor, zero, low, high
+            )  # fmt: skip
+    elif out_of_pixel == channels and channels <= 4:
+        _quantize_packed(x, 4 * of_channel, out, channels, pixels, grid)
+    else:
+        _quantize_apart(x, 4 * of_channel, out, out_of_pixel, channels, pixels, grid)
+
+
+@helper
 def quantize(step, bases):
     """Quantize an input. Fields: `QuantizeField`."""
     x, out = address_of(bases, step, QuantizeField.X), address_of(bases, step, QuantizeField.OUT)
     of_sample, of_channel, of_row, of_pixel = four_at(step, QuantizeField.X_STRIDES)
     samples, rows, columns, channels = four_at(step, QuantizeField.SHAPE)
     out_of_sample, out_of_row, out_of_pixel = triple_at(step, QuantizeField.OUT_STRIDES)
-    grid = carray(floats(step[QuantizeField.GRID]), 4)
-    factor, zero, low, high = grid[0], _i(grid[1]), grid[2], grid[3]
-    is_contiguous = of_channel == 1 and of_pixel == channels and out_of_pixel == channels
+    if of_row == columns * of_pixel and out_of_row == columns * out_of_pixel:  # all rows are one
+        rows, columns = 1, rows * columns
     for n in range(samples):
         for i in range(rows):
-            source, target = x + 4 * (n * of_sample + i * of_row), out + n * out_of_sample + i * out_of_row
-            if is_contiguous:
-                _quantize(source, target, columns * channels, factor, zero, low, high)
-            elif of_channel == 1:
-                for j in range(columns):
-                    _quantize(source + 4 * j * of_pixel, target + j * out_of_pixel, channels, factor, zero, low, high)
-            else:
-                for c in range(channels):
-                    _quantize_strided(
-                        source + 4 * c * of_channel, of_pixel, target + c, out_of_pixel, columns, factor, zero, low,
-                        high,
-                    )  # fmt: skip
+            _quantize_row(
+                x + 4 * (n * of_sample + i * of_row), of_channel, of_pixel, out + n * out_of_sample + i * out_of_row,
+                out_of_pixel, columns, channels, step[QuantizeField.GRID],
+            )  # fmt: skip
 
 
 @helper
@@ -141,53 +196,22 @@ def pointwise(step, bases):
                     write(scratch, to_floats, numbers, target + out_size * first, size)
 
 
-class _Window(NamedTuple):
-    """Pixels of an image that one result of pooling reads: address of the first one, counts, and strides in bytes."""
-
-    x: Any
-    rows: Any
-    columns: Any
-    row_stride: Any
-    pixel_stride: Any
+@inlined
+def _max_of(windows):
+    """Write the maximum of each channel of windows, uint8."""
+    if windows.columns == 3:
+        max_of_3(windows)
+    elif windows.columns == 2:
+        max_of_2(windows)
+    else:
+        max_of_any(windows)
 
 
 @inlined
-def _max_of(window, out, channels):
-    """Write the maximum of each channel, uint8. It is 0 for an empty window."""
-    largest = carray(bytes_(out), channels)
-    for c in range(channels):
-        largest[c] = np.uint8(0)
-    for row in range(window.rows):
-        for column in range(window.columns):
-            pixel = carray(bytes_(window.x + row * window.row_stride + column * window.pixel_stride), channels)
-            for c in range(channels):
-                largest[c] = max(largest[c], pixel[c])
-
-
-@inlined
-def _mean_of(window, x_is_float, grid, size, out, channels):
-    """Write the sum of each channel, dequantized, over `size`, the number of pixels with padding if that counts.
-
-    `grid` is the address of scale and zero point; `out` that of float32 (channels,), and memory for as many int32.
-    """
-    means, sums = carray(floats(out), channels), carray(ints(out + 4 * channels), channels)
-    means[:], sums[:] = _f(0), 0
-    for row in range(window.rows):
-        for column in range(window.columns):
-            address = window.x + row * window.row_stride + column * window.pixel_stride
-            if x_is_float:
-                real = carray(floats(address), channels)
-                for c in range(channels):
-                    means[c] += real[c]
-            else:
-                pixel = carray(bytes_(address), channels)
-                for c in range(channels):
-                    sums[c] += pixel[c]
-    scale_and_zero = carray(floats(grid), 2)
-    scale, zeros = scale_and_zero[0], _i(window.rows * window.columns) * _i(scale_and_zero[1])
-    for c in range(channels):
-        total = means[c] if x_is_float else _f(sums[c] - zeros) * scale
-        means[c] = total / _f(size)
+def _inside(size, window, stride, padding, count):
+    """First result whose window is inside of an image along one axis, and end of these results, within `count`."""
+    first = min((padding + stride - 1) // stride, count)
+    return first, max(min((size - window + padding) // stride + 1, count), first)
 
 
 @helper
@@ -206,21 +230,32 @@ def pool(step, bases):
         step[PoolField.NUMBERS], step[PoolField.TO_FLOATS], step[PoolField.X_IS_FLOAT]
     )  # fmt: skip
     means = scratch_of(bases)
+    first, end = _inside(x_columns, kernel_columns, right, left, columns)
     for n in range(samples):
         for i in range(rows):
-            for j in range(columns):
-                y0, x0 = i * down - top, j * right - left
-                y1, x1 = min(y0 + kernel_rows, x_rows), min(x0 + kernel_columns, x_columns)
-                y0, x0 = max(y0, 0), max(x0, 0)
-                first = x + n * x_of_sample + y0 * x_of_row + x0 * x_of_pixel
-                window = _Window(first, y1 - y0, x1 - x0, x_of_row, x_of_pixel)
+            y0 = i * down - top
+            y0, y1 = max(y0, 0), min(y0 + kernel_rows, x_rows)
+            j = 0
+            while j < columns:
+                x0 = j * right - left
+                x0, x1 = max(x0, 0), min(x0 + kernel_columns, x_columns)
+                count = end - j if not takes_mean and first <= j < end else 1
                 target = out + n * out_of_sample + i * out_of_row + j * out_of_pixel
+                windows = WindowRow(
+                    x + n * x_of_sample + y0 * x_of_row + x0 * x_of_pixel, max(y1 - y0, 0), max(x1 - x0, 0), x_of_row,
+                    x_of_pixel, channels, right * x_of_pixel, count,
+                    means if takes_mean else target, out_of_pixel,
+                )  # fmt: skip
                 if takes_mean:
-                    size = kernel_rows * kernel_columns if counts_padding else window.rows * window.columns
-                    _mean_of(window, x_is_float, numbers + 16, size, means, channels)
+                    size = kernel_rows * kernel_columns if counts_padding else windows.rows * windows.columns
+                    if x_is_float:
+                        mean_of_floats(windows, numbers + 16, size)
+                    else:
+                        mean_of_integers(windows, numbers + 16, size)
                     write(means, to_floats, numbers, target, channels)
                 else:
-                    _max_of(window, target, channels)
+                    _max_of(windows)
+                j += count
 
 
 @helper

@@ -21,7 +21,7 @@ from fxq.backends.loops.code.epilogue_code import (
     with_prelu,
     with_residual,
 )
-from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, WIDE_PIXELS, on_addresses
+from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, on_addresses
 from fxq.backends.loops.code.vectors import INT8, INT32, INT64, INTS, LANES, load, number, splat, store
 
 
@@ -34,11 +34,10 @@ class TileInput(NamedTuple):
         x: Address of integers, uint8. Tiles that are not depthwise read integers of `CpuKind.x_bytes`.
         places: Address of int32: integers from `x` to the first integer of each pixel.
         runs: Address of int32: integers from there to each run of integers that a pixel reads.
-        run_count: Number of runs. Of wide tiles, number of fours of runs.
+        run_count: Number of runs.
         groups: Groups of `GROUP` integers in a run. Depthwise tiles have none: their runs have an integer per channel.
-        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16); of wide ones (fours, channels, 4).
-        start: Address of int32 (16,): initial sums; with `CpuKind.x_offset`, that times the weights is among them. Wide
-            tiles have one for each channel.
+        weight: int8 (runs, groups, 16, GROUP); of depthwise tiles (runs, 16).
+        start: Address of int32 (16,): initial sums; with `CpuKind.x_offset`, that times the weights is among them.
         own: Address of int32: number that is subtracted from the sums of each pixel, see `sum_own_products`; read by
             kinds without `CpuKind.dot`.
     """
@@ -53,7 +52,7 @@ class TileInput(NamedTuple):
     own: Any
 
 
-def _accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
+def accumulators(b: Any, initial_values: Sequence[Any], pixels: int) -> list[list[Any]]:
     """Registers for the sums of each pixel, with their initial values."""
     return [[_register(b, initial) for initial in initial_values] for _ in range(pixels)]
 
@@ -65,12 +64,12 @@ def _register(b: Any, initial: Any) -> Any:
     return register
 
 
-def _pixel_addresses(b: Any, x: Any, places: Any, pixels: int, size: int = 1) -> list[Any]:
+def pixel_addresses(b: Any, x: Any, places: Any, pixels: int, size: int = 1) -> list[Any]:
     """Addresses of pixels, from their distances to `x`, int32, at `places`. Integers have `size` bytes."""
     return [b.add(x, b.mul(b.sext(load(b, places, INT32, 4 * p), INT64), number(size))) for p in range(pixels)]
 
 
-def _run_offset(b: Any, runs: Any, index: Any, size: int = 1) -> Any:
+def offset_of_run(b: Any, runs: Any, index: Any, size: int = 1) -> Any:
     """Bytes from a pixel to the begin of a run that it reads. Integers have `size` bytes."""
     return b.mul(b.sext(load(b, b.add(runs, b.mul(index, number(4))), INT32), INT64), number(size))
 
@@ -85,13 +84,13 @@ def _layer_sums(b: Any, pixels: int, tile: TileInput) -> list[Any]:
     start = load(b, tile.start, INTS)
     own = [load(b, tile.own, INT32, 4 * p) for p in range(pixels)] if size == 2 else []
     totals = [_register(b, b.sub(start, splat(b, x))) for x in own] or [_register(b, start) for _ in range(pixels)]
-    bases = _pixel_addresses(b, tile.x, tile.places, pixels, size)
+    bases = pixel_addresses(b, tile.x, tile.places, pixels, size)
     weight_address = cgutils.alloca_once(b, INT64)
     b.store(tile.weight, weight_address)
     # The weight of the next 16 columns is stored after the weight of these.
     next_columns = b.mul(b.mul(tile.run_count, tile.groups), number(LANES * GROUP))
     with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
-        run_offset = _run_offset(b, tile.runs, run.index, size)
+        run_offset = offset_of_run(b, tile.runs, run.index, size)
         lines = [b.add(base, run_offset) for base in bases]
         with cgutils.for_range(b, tile.groups, intp=INT64) as group:
             address = b.load(weight_address)
@@ -117,7 +116,7 @@ def sum_own_products(b, tile, pixels):
         base = pixel_address(b, tile.x, tile.places, pixel.index, 2)
         total = _register(b, ir.Constant(INTS, None))
         with cgutils.for_range(b, tile.run_count, intp=INT64) as run:
-            line = b.add(base, _run_offset(b, tile.runs, run.index, 2))
+            line = b.add(base, offset_of_run(b, tile.runs, run.index, 2))
             whole = b.udiv(tile.groups, number(at_once))
             with cgutils.for_range(b, whole, intp=INT64) as part:
                 address = b.add(line, b.mul(part.index, number(2 * GROUP * at_once)))
@@ -136,8 +135,8 @@ def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[A
     The weight has `stride` bytes from run to run. An odd last run is read twice, the second time with a weight of 0.
     """
     vector_type = ir.VectorType(INT8, LANES)
-    totals = _accumulators(b, [load(b, tile.start, INTS)], pixels)
-    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
+    totals = accumulators(b, [load(b, tile.start, INTS)], pixels)
+    bases = pixel_addresses(b, tile.x, tile.places, pixels)
     last = b.sub(tile.run_count, number(1))
     with cgutils.for_range(b, b.lshr(b.add(tile.run_count, number(1)), number(1)), intp=INT64) as pair:
         first = b.shl(pair.index, number(1))
@@ -146,7 +145,7 @@ def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[A
         columns = [load(b, b.add(tile.weight, b.mul(run, stride)), vector_type) for run in runs]
         columns[1] = b.select(is_whole, columns[1], ir.Constant(vector_type, None))
         weight = products.side_by_side(b, columns, signed=True)
-        run_offsets = [_run_offset(b, tile.runs, run) for run in runs]
+        run_offsets = [offset_of_run(b, tile.runs, run) for run in runs]
         for base, (total,) in zip(bases, totals, strict=True):
             values = [load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets]
             x = products.side_by_side(b, values, signed=False)
@@ -154,45 +153,9 @@ def _depthwise_sums(b: Any, pixels: int, tile: TileInput, stride: Any) -> list[A
     return [b.load(total) for (total,) in totals]
 
 
-def _wide_sums(b: Any, pixels: int, tile: TileInput) -> list[list[Any]]:
-    """Sums of the channels of a register in a depthwise convolution, for each of some pixels, four runs at once.
-
-    The values of a channel in four runs are brought side by side in two steps, each within 16 channels. So the first of
-    four vectors of sums has the first four of each 16 channels, and so on.
-    """
-    channels = machine_code.KIND.wide_channels
-    vector_type, sums_type = ir.VectorType(INT8, channels), ir.VectorType(INT32, channels // 4)
-    totals = _accumulators(b, [load(b, tile.start, sums_type, channels * v) for v in range(4)], pixels)
-    bases = _pixel_addresses(b, tile.x, tile.places, pixels)
-    with cgutils.for_range(b, tile.run_count, intp=INT64) as four:
-        first = b.mul(four.index, number(4))
-        run_offsets = [_run_offset(b, tile.runs, b.add(first, number(k))) for k in range(4)]
-        address = b.add(tile.weight, b.mul(four.index, number(4 * channels)))
-        columns = [load(b, address, sums_type, channels * v) for v in range(4)]
-        for base, row in zip(bases, totals, strict=True):
-            a, c, d, e = (load(b, b.add(base, run_offset), vector_type) for run_offset in run_offsets)
-            pairs = [[_interleave(b, upper, lower, 1, half) for half in (0, 1)] for upper, lower in ((a, c), (d, e))]
-            interleaved = [_interleave(b, pairs[0][v // 2], pairs[1][v // 2], 2, v % 2) for v in range(4)]
-            for total, values, column in zip(row, interleaved, columns, strict=True):
-                b.store(products.add_dot(b, b.load(total), b.bitcast(values, sums_type), column), total)
-    return [[b.load(total) for total in row] for row in totals]
-
-
-def _interleave(b: Any, upper: Any, lower: Any, size: int, half: int) -> Any:
-    """Interleave blocks of `size` bytes of two vectors: of each 16 bytes the first half, or the second one."""
-    count, channels = 8 // size, upper.type.count
-    order: list[int] = []
-    for block in range(channels // 16):
-        for k in range(count):
-            for vector in (0, channels):
-                first = vector + 16 * block + 8 * half + size * k
-                order += range(first, first + size)
-    return b.shuffle_vector(upper, lower, ir.Constant(ir.VectorType(INT32, channels), order))
-
-
 def _store_bytes(b: Any, sums: Sequence[Any], result: TileOutput, epilogue: EpilogueCode) -> None:
     """Store the bytes of the sums of each pixel, whose floats `epilogue` returns."""
-    lines, code = _pixel_addresses(b, result.out, result.places, len(sums)), ByteCode(b, result.numbers)
+    lines, code = pixel_addresses(b, result.out, result.places, len(sums)), ByteCode(b, result.numbers)
     floats = [epilogue(p, total) for p, total in enumerate(sums)]
     whole = len(sums) // VECTORS_PACKED * VECTORS_PACKED
     values = [value for k in range(0, whole, VECTORS_PACKED) for value in code.four(floats[k : k + VECTORS_PACKED])]
@@ -254,25 +217,7 @@ def depthwise_tile(pixels: int) -> Any:
     return on_addresses(code)
 
 
-def wide_tile(pixels: int) -> Any:
-    """Code that stores the scaled sums, float32, of the channels of a register in a depthwise convolution."""
-
-    def code(b, tile, scale, bias, out):
-        channels = machine_code.KIND.wide_channels
-        if not channels:
-            return
-        floats = ir.VectorType(vectors.FLOAT32, channels // 4)
-        for p, row in enumerate(_wide_sums(b, pixels, tile)):
-            for v, total in enumerate(row):
-                scales, added = (load(b, array, floats, channels * v) for array in (scale, bias))
-                y = vectors.multiply_add(b, b.sitofp(total, floats), scales, added)
-                store(b, y, b.add(out, number(channels * (4 * p + v))))
-
-    return on_addresses(code)
-
-
 many_pixels, four_pixels, one_pixel = (layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
 round_many, round_four, round_one = (rounded_layer_tile(pixels) for pixels in (TILE_PIXELS, 4, 1))
 four_depthwise, one_depthwise = (depthwise_tile(pixels) for pixels in (4, 1))
-many_wide, one_wide = (wide_tile(pixels) for pixels in (WIDE_PIXELS, 1))
 silu_many, hardswish_many, gelu_many = map(activation_tile, vectors.LAYER_FUNCTIONS)

@@ -35,7 +35,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import helper, inlined
 from fxq.backends.loops.code.epilogue_code import Residual, TileOutput
-from fxq.backends.loops.code.finish_code import add_integers, pack_wide, round_floats, scale_sums
+from fxq.backends.loops.code.finish_code import add_integers, round_floats, scale_sums
 from fxq.backends.loops.code.layer_code import (
     TileInput,
     four_depthwise,
@@ -43,10 +43,8 @@ from fxq.backends.loops.code.layer_code import (
     gelu_many,
     hardswish_many,
     many_pixels,
-    many_wide,
     one_depthwise,
     one_pixel,
-    one_wide,
     prelu_many,
     residual_many,
     round_four,
@@ -55,12 +53,11 @@ from fxq.backends.loops.code.layer_code import (
     silu_many,
     sum_own_products,
 )
-from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS, X_BYTES
+from fxq.backends.loops.code.machine_code import GROUP, TILE_PIXELS, X_BYTES
 from fxq.backends.loops.code.memory_loops import (
     CLAMP,
     HARDSWISH,
     NO_FUNCTION,
-    PRELU,
     SILU,
     address_of,
     apply_function,
@@ -72,17 +69,13 @@ from fxq.backends.loops.code.memory_loops import (
     signed_bytes,
     write,
 )
-from fxq.backends.loops.code.step_fields import DepthwiseField, LinearField, ProductField
+from fxq.backends.loops.code.step_fields import LinearField, ProductField
 from fxq.backends.loops.code.vectors import LANES
 
 _INT_BYTES = 4
 """Bytes of an int32 or a float32."""
 _BLOCK_BYTES = _INT_BYTES * LANES
 """Bytes of a number of each column of a block: its start, scale, bias or slope; also of the sums of a pixel."""
-_WIDE_BYTES = _INT_BYTES * WIDE_CHANNELS
-"""Bytes of a number of each of the channels that a wide depthwise tile computes."""
-_WIDE_VECTORS = WIDE_CHANNELS // LANES
-"""Vectors of 16 channels of such a tile."""
 _CONVERTS = X_BYTES == 2
 """Whether integers are converted to int16."""
 CONVERTED_AT = 2 * _BLOCK_BYTES * TILE_PIXELS
@@ -311,41 +304,6 @@ def product(step, bases):
                 else:
                     _finish_large_tile(code, function, tile, result, epilogue.slope, added)
                 p += size
-
-
-@helper
-def depthwise(step, bases):
-    """Compute a depthwise layer of a multiple of `WIDE_CHANNELS` channels. Fields: `DepthwiseField`."""
-    x, out = address_of(bases, step, DepthwiseField.X), address_of(bases, step, DepthwiseField.OUT)
-    x_places, out_places = step[DepthwiseField.X_PLACES], step[DepthwiseField.OUT_PLACES]
-    pixels, runs, fours = step[DepthwiseField.PIXELS], step[DepthwiseField.RUNS], step[DepthwiseField.FOURS]
-    weight, blocks, start = step[DepthwiseField.WEIGHT], step[DepthwiseField.BLOCKS], step[DepthwiseField.START]
-    scale, bias, slope = step[DepthwiseField.SCALE], step[DepthwiseField.BIAS], step[DepthwiseField.SLOPE]
-    numbers, function = step[DepthwiseField.NUMBERS], step[DepthwiseField.FUNCTION]
-    floats_out, factor = scratch_of(bases), numbers + 2 * _INT_BYTES
-    places = carray(ints(out_places), pixels)
-    for k in range(blocks):
-        offset, p = _WIDE_BYTES * k, 0
-        s, b = scale + offset, bias + offset
-        while p < pixels:
-            size = WIDE_PIXELS if pixels - p >= WIDE_PIXELS else 1
-            tile = TileInput(
-                x + WIDE_CHANNELS * k, x_places + _INT_BYTES * p, runs, fours, 0, weight + fours * offset,
-                start + offset, 0,
-            )  # fmt: skip
-            if size == WIDE_PIXELS:
-                many_wide(tile, s, b, floats_out)
-            else:
-                one_wide(tile, s, b, floats_out)
-            if function == PRELU:
-                for v in range(_WIDE_VECTORS * size):
-                    of_vector = slope + offset + _BLOCK_BYTES * (v % _WIDE_VECTORS)
-                    apply_function(function, floats_out + _BLOCK_BYTES * v, LANES, of_vector, numbers)
-            elif function != CLAMP:
-                apply_function(function, floats_out, WIDE_CHANNELS * size, slope, numbers)
-            for q in range(size):
-                pack_wide(floats_out + _WIDE_BYTES * q, factor, numbers, out + WIDE_CHANNELS * k + places[p + q])
-            p += size
 
 
 @helper

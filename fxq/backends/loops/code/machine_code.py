@@ -19,7 +19,7 @@ GROUP = 4
 """Products that are added to a sum at once. Weights are stored in groups of so many input channels."""
 X_BYTES = KIND.x_bytes
 """Bytes of an integer of a pixel in tiles of layers, see `CpuKind`."""
-TILE_PIXELS, WIDE_CHANNELS, WIDE_PIXELS = KIND.tile_pixels, KIND.wide_channels, KIND.wide_pixels
+TILE_PIXELS, WIDE_CHANNELS = KIND.tile_pixels, KIND.wide_channels
 """Sizes of tiles, see `CpuKind`."""
 
 

@@ -9,7 +9,18 @@ from numba import carray, types  # type: ignore[attr-defined]  # Numba does not 
 from numba.extending import intrinsic
 
 from fxq.backends.loops.code.compiler import helper
-from fxq.backends.loops.code.finish_code import clamp, gelu, hardsigmoid, hardswish, scale_negative, sigmoid, silu, tanh
+from fxq.backends.loops.code.finish_code import (
+    clamp,
+    gelu,
+    hardsigmoid,
+    hardswish,
+    round_floats,
+    scale_negative,
+    sigmoid,
+    silu,
+    tanh,
+)
+from fxq.backends.loops.code.vectors import LANES
 
 _f, _i = np.float32, np.int32
 FUNCTION_NAMES = ("clamp", "prelu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid")
@@ -96,6 +107,11 @@ def write(x, to_floats, numbers, out, count):
         y = carray(floats(out), count)
         for j in range(count):
             y[j] = real[j]
+        return
+    if count >= LANES:
+        for j in range(0, count, LANES):
+            first = min(j, count - LANES)
+            round_floats(x + 4 * first, numbers + 8, numbers, out + first)
         return
     bounds_and_grid, y = carray(floats(numbers), 4), carray(bytes_(out), count)
     low, high, factor, zero = bounds_and_grid[0], bounds_and_grid[1], bounds_and_grid[2], bounds_and_grid[3]

@@ -113,7 +113,7 @@ def side_by_side(b: Any, integers: Sequence[Any], signed: bool) -> Any:
     order = [k // 2 + LANES * (k % 2) for k in range(2 * LANES)]
     lanes = ir.VectorType(INT32, LANES)
     parts = (b.shuffle_vector(first, second, ir.Constant(lanes, order[k : k + 2 * half])) for k in (0, 2 * half))
-    return _joined(b, *(widen(part, ir.VectorType(INT16, LANES)) for part in parts))
+    return vectors.joined(b, *(widen(part, ir.VectorType(INT16, LANES)) for part in parts))
 
 
 def _by_register(b: Any, instruction: Callable[..., Any], *values: Any) -> Any:
@@ -124,7 +124,7 @@ def _by_register(b: Any, instruction: Callable[..., Any], *values: Any) -> Any:
         return instruction(*values)
     parts = [instruction(*(_part(b, value, k, count) for value in values)) for k in range(count)]
     while len(parts) > 1:
-        parts = [_joined(b, *parts[k : k + 2]) for k in range(0, len(parts), 2)]
+        parts = [vectors.joined(b, *parts[k : k + 2]) for k in range(0, len(parts), 2)]
     return parts[0]
 
 
@@ -133,9 +133,3 @@ def _part(b: Any, value: Any, k: int, count: int) -> Any:
     lanes = value.type.count // count
     order = ir.Constant(ir.VectorType(INT32, lanes), list(range(k * lanes, (k + 1) * lanes)))
     return b.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
-
-
-def _joined(b: Any, first: Any, second: Any) -> Any:
-    """Vector of two vectors of equal length."""
-    lanes = 2 * first.type.count
-    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, lanes), list(range(lanes))))

@@ -25,6 +25,10 @@ from fxq.backends.loops.code.attention_loops import NO_MASK as NO_MASK
 from fxq.backends.loops.code.attention_loops import attention
 from fxq.backends.loops.code.attention_loops import attention_scratch as attention_scratch
 from fxq.backends.loops.code.compiler import compiled, helper
+from fxq.backends.loops.code.depthwise_code import PARTS as PARTS
+from fxq.backends.loops.code.depthwise_code import RUNS_AT_ONCE as RUNS_AT_ONCE
+from fxq.backends.loops.code.depthwise_loops import WIDE_TILE_PIXELS as WIDE_TILE_PIXELS
+from fxq.backends.loops.code.depthwise_loops import depthwise
 from fxq.backends.loops.code.image_loops import CHUNK as CHUNK
 from fxq.backends.loops.code.image_loops import move, norm, pointwise, pool, quantize
 from fxq.backends.loops.code.layer_loops import ADD_RESIDUAL as ADD_RESIDUAL
@@ -34,7 +38,7 @@ from fxq.backends.loops.code.layer_loops import CONVERTED_AT as CONVERTED_AT
 from fxq.backends.loops.code.layer_loops import ROUND as ROUND
 from fxq.backends.loops.code.layer_loops import STORE_FLOATS as STORE_FLOATS
 from fxq.backends.loops.code.layer_loops import STORE_SUMS as STORE_SUMS
-from fxq.backends.loops.code.layer_loops import depthwise, linear, product
+from fxq.backends.loops.code.layer_loops import linear, product
 from fxq.backends.loops.code.machine_code import GROUP as GROUP
 from fxq.backends.loops.code.machine_code import KIND as KIND
 from fxq.backends.loops.code.machine_code import TILE_PIXELS as TILE_PIXELS

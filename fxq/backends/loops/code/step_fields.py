@@ -85,23 +85,25 @@ class AmxField(IntEnum):
 
 
 class DepthwiseField(IntEnum):
-    """Fields of the step of a depthwise layer that computes the channels of a wide tile at once."""
+    """Fields of the step of a depthwise layer whose tiles fill registers with channels, see `depthwise_code.py`."""
 
     X = 1  # base, offset
     OUT = 3  # base, offset
     X_PLACES = 5  # as in `ProductField`, like further fields without a comment
     OUT_PLACES = 6
-    PIXELS = 7
+    PIXELS = 7  # a multiple of those of a tile
     RUNS = 8
     FOURS = 9  # number of fours of runs
-    WEIGHT = 10
-    BLOCKS = 11  # number of blocks of `machine_code.WIDE_CHANNELS` channels
-    START = 12
-    SCALE = 13
-    BIAS = 14
-    SLOPE = 15
-    NUMBERS = 16
-    FUNCTION = 17
+    LAST = 10  # 1 if there is a run after the last four, else 0
+    WEIGHT = 11
+    BLOCKS = 12  # number of blocks of `machine_code.WIDE_CHANNELS` // PARTS channels
+    START = 13
+    SCALE = 14
+    BIAS = 15
+    SLOPE = 16
+    NUMBERS = 17
+    FUNCTION = 18  # with CLAMP, SCALE and BIAS include the grid of the result
+    PARTS = 19  # pixels that share a register: 1, 2 or 4
 
 
 class LinearField(IntEnum):

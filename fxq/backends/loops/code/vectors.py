@@ -136,18 +136,23 @@ def sums_of(b: Any, of_floats: Sequence[Any]) -> Any:
         size //= 2
         firsts = [k for k in range(2 * lanes) if k % (2 * size) < size]
         left = [
-            b.fadd(*(shuffled(b, x, y, [k + half for k in firsts]) for half in (0, size)))
+            b.fadd(*(lanes_of(b, x, y, [k + half for k in firsts]) for half in (0, size)))
             for x, y in zip(left[::2], left[1::2], strict=True)
         ]
     total = left[0]
     for distance in (size >> k for k in range(1, size.bit_length())):
-        total = b.fadd(total, shuffled(b, total, total, [k ^ distance for k in range(lanes)]))
-    return shuffled(b, total, total, range(0, lanes, size))
+        total = b.fadd(total, lanes_of(b, total, total, [k ^ distance for k in range(lanes)]))
+    return lanes_of(b, total, total, range(0, lanes, size))
 
 
-def shuffled(b: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
+def lanes_of(b: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
     """Vector of lanes of two vectors: those of the second are numbered after those of the first."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
+
+
+def joined(b: Any, first: Any, second: Any) -> Any:
+    """Vector of two vectors of equal length."""
+    return lanes_of(b, first, second, range(2 * first.type.count))
 
 
 def bounds(b: Any, numbers: Any, lanes: int = LANES) -> list[Any]:

@@ -9,7 +9,7 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
         or (blocks, runs, groups, 2, 16, 2)   for kinds of CPU without `dot`: two of a group, then the others
     weight of a depthwise layer, int8 (C, taps)
         -> (taps, blocks * 16)                tiles of 16 channels
-        -> (blocks, fours, wide, 4)           wide tiles, which read four taps at once
+        -> (blocks, fours, channels, 4)       tiles that fill registers with channels: channels of all parts
     scale, bias, slope, start (columns,)
         -> (blocks * 16,)
     places, int32 (pixels,)                   of input and result: elements from the begin of an area to each pixel
@@ -18,7 +18,7 @@ point to. A figure of the tiles that read them is in `fxq/backends/loops/code/la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import ClassVar
@@ -35,8 +35,6 @@ from fxq.quant.qparams import QParams
 
 MIN_PIXELS_AT_ONCE = 192
 """Pixels that are computed for all columns before further pixels, even if their input exceeds the cache."""
-TAPS_AT_ONCE = 4
-"""Taps that a wide tile of a depthwise layer reads at once."""
 
 
 @dataclass(eq=False)
@@ -141,9 +139,7 @@ class ProductStep(ProgramStep):
             spread = writer.constant(torch.tensor(places, dtype=torch.int32))
             return [self._product_row(writer, slice(columns), spread)]
         if self.weight.dim() == 2 and wide and self.grid is not None and self.residual is None:
-            first = columns // wide * wide
-            rows = [self._depthwise_row(writer, first)] if first else []
-            return [*rows, self._product_row(writer, slice(first, columns))] if first < columns else rows
+            return [self._depthwise_row(writer, *run) for run in _runs_of_channels(writer.loops, columns)]
         return [self._product_row(writer, slice(columns))]
 
     def _product_row(
@@ -224,25 +220,36 @@ class ProductStep(ProgramStep):
         epilogues.update(dict.fromkeys(("silu", "hardswish", "gelu"), loops.APPLY_FUNCTION))
         return int(epilogues.get(self.function.name, loops.STORE_SUMS))
 
-    def _depthwise_row(self, writer: RowWriter, columns: int) -> list[int]:
-        """Row for the first columns of a depthwise layer, a multiple of `WIDE_CHANNELS`."""
-        x, wide = self.x, writer.loops.WIDE_CHANNELS
-        blocks, fours = columns // wide, -(-len(self.taps) // TAPS_AT_ONCE)
-        missing = TAPS_AT_ONCE * fours - len(self.taps)  # they read the last tap again, with weights of zero
-        weight = F.pad(self.weight[:columns], (0, missing)).view(blocks, wide, fours, TAPS_AT_ONCE)
-        weight = _wide_order(weight).transpose(1, 2)  # (blocks, fours, wide, 4)
+    def _depthwise_row(self, writer: RowWriter, columns: slice, parts: int) -> list[int]:
+        """Row for some of the columns of a depthwise layer.
+
+        Args:
+            writer: Builder of rows.
+            columns: The columns. The layer has room for a multiple of 16.
+            parts: Number of pixels that share a register.
+        """
+        x, loops, wide = self.x, writer.loops, writer.loops.WIDE_CHANNELS
+        weight = self.weight[columns]
+        blocks, missing = -(-len(weight) // (wide // parts)), -len(self.taps) % loops.RUNS_AT_ONCE
+        padded, last = blocks * wide // parts, missing == loops.RUNS_AT_ONCE - 1
+        weight = F.pad(weight, (0, missing, 0, padded - len(weight)))
+        weight = _wide_order(weight.view(blocks, wide // parts, -1, loops.RUNS_AT_ONCE), parts)
         offsets = [x.place(*tap) - x.place(0, 0) for tap in self.taps]
-        runs = torch.tensor(offsets + offsets[-1:] * missing, dtype=torch.int32)
-        x_places, out_places = self._places(x, self.first, self.stride), self._places(self.out, (0, 0), (1, 1))
+        runs = torch.tensor(offsets + offsets[-1:] * missing, dtype=torch.int32)  # read again, with weights of zero
+        unit = loops.WIDE_TILE_PIXELS[loops.PARTS.index(parts)]
+        x_places = _whole_tiles(self._places(x, self.first, self.stride, columns.start), unit)
+        out_places = _whole_tiles(self._places(self.out, (0, 0), (1, 1), columns.start), unit)
+        rounds = self.function.name == "clamp"
         return writer.row(
-            writer.loops.DEPTHWISE, DepthwiseField, x=x.start, out=self.out.start,
+            loops.DEPTHWISE, DepthwiseField, x=x.start, out=self.out.start,
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
-            runs=writer.constant(runs), fours=fours, weight=writer.constant(weight), blocks=blocks,
-            **self._column_values(writer, slice(columns), columns, False, wide), function=self.kind(writer),
+            runs=writer.constant(runs), fours=weight.shape[2] - last, last=last,
+            weight=writer.constant(weight.transpose(1, 2)), blocks=blocks,
+            **self._column_values(writer, columns, padded, rounds, parts), function=self.kind(writer), parts=parts,
         )  # fmt: skip
 
     def _column_values(
-        self, writer: RowWriter, columns: slice, padded: int, rounds: bool, wide: int = 0, packed: Tensor | None = None
+        self, writer: RowWriter, columns: slice, padded: int, rounds: bool, parts: int = 0, packed: Tensor | None = None
     ) -> dict[str, int]:
         """Addresses of the start, scale, bias and slope of each column, and of `numbers`, by field.
 
@@ -251,8 +258,8 @@ class ProductStep(ProgramStep):
             columns: The columns.
             padded: Number of columns with padding.
             rounds: Whether scale and bias include the grid of the result.
-            wide: Number of channels of a block of a depthwise row; 0 for other rows.
-            packed: The packed weight of a row that is not wide.
+            parts: Number of pixels that share a register of a depthwise row; 0 for other rows.
+            packed: The packed weight of another row.
         """
         scale = self.x_grid.s * self.scale[columns]
         bias = torch.zeros_like(scale) if self.bias is None else self.bias[columns]
@@ -267,8 +274,9 @@ class ProductStep(ProgramStep):
         values = {name: F.pad(t, (0, padded - len(t))) for name, t in values.items()}
         if packed is not None and self.weight.dim() == 3 and not writer.loops.KIND.dot:
             values["start"] = values["start"] - _own_products(packed)
-        if wide:
-            values = {name: _wide_order(t.view(-1, wide, 1)).flatten() for name, t in values.items()}
+        if parts:
+            channels = writer.loops.WIDE_CHANNELS // parts
+            values = {name: _wide_order(t.view(-1, channels, 1), parts).flatten() for name, t in values.items()}
         addresses = {name: writer.constant(t) for name, t in values.items()}
         return {**addresses, "numbers": writer.floats(low, high, factor, zero)}
 
@@ -313,13 +321,33 @@ def _own_products(packed: Tensor) -> Tensor:
     return (first * second).sum((1, 2, 4), dtype=torch.int32).flatten()
 
 
-def _wide_order(by_channel: Tensor) -> Tensor:
-    """Reorder values of the channels of a wide tile, (blocks, wide, ...), to the order of its four vectors of sums.
+def _wide_order(by_channel: Tensor, parts: int) -> Tensor:
+    """Reorder values of channels, (blocks, channels, ...), to the order of the sums of a register, once for each part.
 
-    The first vector has the first four of each 16 channels, and so on; see `_wide_sums` in
-    `fxq/backends/loops/code/layer_code.py`.
+    The first of four vectors of sums has the first four of each 16 channels, and so on; see `depthwise_code.py`.
     """
+    by_channel = by_channel.repeat(1, parts, *[1] * (by_channel.dim() - 2))
     return by_channel.unflatten(1, (-1, 4, 4)).transpose(1, 2).flatten(1, 3)
+
+
+def _whole_tiles(places: Tensor, unit: int) -> Tensor:
+    """Places of pixels, to which the last one is added until there is a multiple of `unit`: it is computed again."""
+    return torch.cat([places, places[-1:].expand(-len(places) % unit)])
+
+
+def _runs_of_channels(loops: ModuleType, count: int) -> Iterator[tuple[slice, int]]:
+    """Runs of the channels of a depthwise layer, and the number of pixels that share a register.
+
+    As many channels as possible fill registers alone. Other runs have as many channels as a part of a register.
+    """
+    first = 0
+    for parts in loops.PARTS:
+        at_once = loops.WIDE_CHANNELS // parts
+        left = -(-(count - first) // LANES) * LANES
+        end = min(first + left // at_once * at_once, count) if at_once else first
+        if end > first:
+            yield slice(first, end), parts
+        first = end
 
 
 @dataclass(eq=False)

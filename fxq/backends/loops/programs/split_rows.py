@@ -143,19 +143,20 @@ def _amx_product(loops: ModuleType, row: Sequence[int]) -> StepWork:
 
 
 def _depthwise(loops: ModuleType, row: Sequence[int]) -> StepWork:
-    f, wide = DepthwiseField, loops.WIDE_CHANNELS
+    f, parts = DepthwiseField, row[DepthwiseField.PARTS]
+    channels = loops.WIDE_CHANNELS // parts
     by_pixel: dict[int, int] = {f.X_PLACES: _INT_BYTES, f.OUT_PLACES: _INT_BYTES}
-    step = _INT_BYTES * wide
+    step = _INT_BYTES * loops.WIDE_CHANNELS
     by_block: dict[int, int] = {
-        f.X + 1: wide, f.OUT + 1: wide, f.WEIGHT: row[f.FOURS] * step, f.START: step, f.SCALE: step, f.BIAS: step,
-        f.SLOPE: step,
+        f.X + 1: channels, f.OUT + 1: channels, f.WEIGHT: (row[f.FOURS] + row[f.LAST]) * step, f.START: step,
+        f.SCALE: step, f.BIAS: step, f.SLOPE: step,
     }  # fmt: skip
-    vectors = row[f.PIXELS] * row[f.BLOCKS] * wide // LANES
+    vectors = row[f.PIXELS] * row[f.BLOCKS] * channels // LANES
     axes = [
-        Axis(f.PIXELS, by_pixel, _DEPTHWISE_PIXELS),
+        Axis(f.PIXELS, by_pixel, loops.WIDE_TILE_PIXELS[loops.PARTS.index(parts)]),
         Axis(f.BLOCKS, by_block, nanoseconds=vectors * LANES / _VALUE_SPEED),
     ]
-    return StepWork(vectors * (3 * row[f.FOURS] + _FINISH) / _SPEED, axes)
+    return StepWork(vectors * (3 * (row[f.FOURS] + row[f.LAST]) + _FINISH) / _SPEED, axes)
 
 
 def _quantize(loops: ModuleType, row: Sequence[int]) -> StepWork:
@@ -250,8 +251,6 @@ _FINISH = 4
 """Time to scale and round a vector of sums, in vectors of products."""
 _ELEMENTS = 4.0
 """Elements that other steps compute in a nanosecond."""
-_DEPTHWISE_PIXELS = 4
-"""Pixels of a large tile of a depthwise layer."""
 _WORK: Mapping[str, Callable[[ModuleType, Sequence[int]], StepWork]] = {
     "PRODUCT": _product, "DEPTHWISE": _depthwise, "QUANTIZE": _quantize, "POINTWISE": _pointwise, "POOL": _pool,
     "NORM": _norm, "MOVE": _move, "ATTENTION": _attention, "LINEAR": _linear, "AMX_PRODUCT": _amx_product,

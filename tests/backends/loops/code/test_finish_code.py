@@ -14,9 +14,6 @@ from tests.support.program_runs import EXACT
 pytestmark = pytest.mark.any_cpu
 
 finish_code = pytest.importorskip("fxq.backends.loops.code.finish_code", reason="needs Numba", exc_type=ImportError)
-emitted = pytest.importorskip("tests.support.emitted")
-WIDE_KINDS = [kind for kind in emitted.PLAYED if kind.wide_channels and not kind.has_amx]
-
 memory_loops = pytest.importorskip("fxq.backends.loops.code.memory_loops")
 
 scale_sums, add_integers, round_floats = finish_code.scale_sums, finish_code.add_integers, finish_code.round_floats
@@ -51,10 +48,6 @@ def run(name, *arguments):
     """Call the function of this name with arrays and counts."""
     addresses = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
     call(NAMES.index(name), *addresses, *[0] * (4 - len(addresses)))
-
-
-def pack_wide_code():
-    return finish_code.pack_wide
 
 
 def floats(*values):
@@ -158,18 +151,3 @@ def test_norms():
     exact = (x.astype(np.float64) - 0.75) * 1.5 * weight + bias
     run("normalize", x, floats(1.5, 0.75), weight, bias)
     np.testing.assert_allclose(x, exact, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", WIDE_KINDS, ids=lambda kind: kind.name)
-def test_floats_of_a_wide_tile_are_packed(kind):
-    """They lie as the sums of `_wide_sums` do: a vector has four channels of each 16."""
-    wide = kind.wide_channels
-    by_channel = np.random.default_rng(0).integers(-600, 600, wide).astype(np.float32) / 4
-    by_channel[[3, 17, 30]] = math.nan, math.inf, -math.inf
-    order = [16 * block + 4 * v + k for v in range(4) for block in range(wide // 16) for k in range(4)]
-    tile, out, factor, numbers = by_channel[order], np.full(wide + 2, 9, np.uint8), floats(2, 100), floats(7, 240)
-    pack = emitted.emitted(kind, pack_wide_code, None, None, None, None)
-    pack(*(a.ctypes.data for a in (tile, factor, numbers, out[1:])))
-    real = np.nan_to_num(by_channel, nan=-1e9, posinf=1e9, neginf=-1e9)
-    wanted = np.clip(np.rint(real * 2 + 100), 7, 240)
-    assert out[[0, -1]].tolist() == [9, 9] and out[1:-1].tolist() == wanted.tolist()

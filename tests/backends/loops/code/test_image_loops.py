@@ -52,13 +52,12 @@ def check(result, exact, grid, tolerance):
 # ---- quantize
 
 
-def quantized(x, grid, room=0):
+def quantized(x, grid, room=0, border=0):
     """Floats (N, H, W, C) as integers; they are read where they lie."""
     n, h, w, c = x.stride()
     area = Area(tuple(x.shape), True, base=ABSOLUTE, offset=x.data_ptr())
-    return run_steps(
-        [QuantizeStep("q", Area(area.shape, False, room), grid=grid, x=area, strides=lambda: (n, c, h, w))], {}
-    )
+    out = Area(area.shape, False, room, border=(border,) * 4)
+    return run_steps([QuantizeStep("q", out, grid=grid, x=area, strides=lambda: (n, c, h, w))], {})
 
 
 def lay_out(x, layout):
@@ -69,23 +68,28 @@ def lay_out(x, layout):
 
 @settings(deadline=None)
 @given(
-    shape=SHAPES, layout=st.sampled_from(["channels first", "channels last", "with gaps"]), dense=st.booleans(),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 50), st.integers(1, 40)),
+    layout=st.sampled_from(["channels first", "channels last", "with gaps"]),
+    dense=st.booleans(), border=st.integers(0, 1),
     numbers=st.sampled_from([(0.25, 0), (2**-5, 100), (2**-6, 255), (0.125, 17, 3, 100)]), seed=SEEDS,
 )  # fmt: skip
-def test_quantize(shape, layout, dense, numbers, seed):
+def test_quantize(shape, layout, dense, border, numbers, seed):
     """Scales are powers of two, so that everything is exact, and halves become even."""
     grid = QParams.per_tensor(*numbers)
     torch.manual_seed(seed)
     x = lay_out(torch.randint(-1000, 1000, shape) * (grid.s / 4), layout)
     wanted = ((x / grid.s).round() + grid.z).clamp(grid.qmin, grid.qmax)
-    assert torch.equal(quantized(x, grid, shape[3] if dense else 0), wanted.to(torch.uint8))
+    assert torch.equal(quantized(x, grid, shape[3] if dense else 0, border), wanted.to(torch.uint8))
 
 
+@pytest.mark.parametrize("pixels", [4, 20])
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
-def test_quantize_what_has_no_integer(layout):
-    x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, 4, 1)
-    result = quantized(lay_out(x, layout), QParams.per_tensor(0.1, 20, 5, 250))
-    assert result[0, 0].tolist() == [[5, 5, 250, 250, 5, 20]] * 4
+def test_quantize_what_has_no_integer(layout, pixels):
+    x = torch.tensor([math.nan, -math.inf, math.inf, 3e38, -3e38, 1e-45]).repeat(1, 1, pixels, 1)
+    for first, count in ((0, 6), (0, 3), (3, 2), (5, 1)):
+        part = lay_out(x[..., first : first + count].contiguous(), layout)
+        result = quantized(part, QParams.per_tensor(0.1, 20, 5, 250), room=count)
+        assert result[0, 0].tolist() == [[5, 5, 250, 250, 5, 20][first : first + count]] * pixels
 
 
 # ---- pointwise
@@ -181,7 +185,7 @@ def test_floats_that_have_no_integer():
 
 @settings(deadline=None)
 @given(
-    shape=st.tuples(st.integers(1, 2), st.integers(4, 8), st.integers(4, 8), st.integers(1, 40)),
+    shape=st.tuples(st.integers(1, 2), st.integers(4, 8), st.integers(4, 12), st.integers(1, 140)),
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)), stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     pads=st.booleans(), grids=st.tuples(GRIDS, GRIDS), takes_mean=st.booleans(), counts_padding=st.booleans(),
     dense=st.booleans(), seed=SEEDS,

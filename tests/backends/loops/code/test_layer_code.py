@@ -23,8 +23,6 @@ TileInput, TileOutput, Residual = layer_code.TileInput, epilogue_code.TileOutput
 GROUP, LANES = machine_code.GROUP, 16
 KINDS = [kind for kind in emitted.PLAYED if not kind.has_amx]
 """Kinds of CPUs that this machine can play. Tiles of the kind with AMX are those of AVX512-VNNI."""
-WIDE_KINDS = [kind for kind in KINDS if kind.wide_channels]
-"""Kinds with code of wide depthwise tiles."""
 
 
 def sizes(kind):
@@ -190,26 +188,3 @@ def test_sums_of_depthwise_layers(kind, pixels, many, blocks, extremes, seed):
     run(kind, tile_of(layer_code.depthwise_tile, pixels), (TileInput, None, None), *about, sums)
     exact = (at.values * weight[:, :LANES].astype(np.int64)).sum(1) + start
     assert sums[:-1].tolist() == exact.tolist() and sums[-1].tolist() == [77] * LANES
-
-
-@pytest.mark.skipif(not WIDE_KINDS, reason="wide tiles need VNNI")
-@settings(deadline=None)
-@given(
-    kind=st.sampled_from(WIDE_KINDS or [None]), is_large=st.booleans(), fours=st.integers(1, 4), extremes=EXTREMES,
-    seed=SEEDS,
-)  # fmt: skip
-def test_wide_tiles_of_depthwise_layers(kind, is_large, fours, extremes, seed):
-    """Scales are powers of two, and sums below 2**24: all is exact. Vectors of sums have four of each 16 channels."""
-    wide, pixels = kind.wide_channels, kind.wide_pixels if is_large else 1
-    order = np.array([16 * block + 4 * v + k for v in range(4) for block in range(wide // 16) for k in range(4)])
-    at = Window(seed, pixels, 4 * fours, wide, extremes[0])
-    by_channel = at.random.integers(*extremes[1], (4 * fours, wide))
-    start, bias = at.random.integers(-(2**20), 2**20, (2, wide))
-    scale = 2.0 ** at.random.integers(-2, 3, wide)
-    exact = ((at.values * by_channel).sum(1) + start) * scale + bias
-    weight = np.ascontiguousarray(by_channel.reshape(fours, 4, wide).transpose(0, 2, 1)[:, order], np.int8)
-    tile = np.full((pixels + 1, wide), 77, np.float32)
-    start, scale, bias = start[order].astype(np.int32), scale[order].astype(np.float32), bias[order].astype(np.float32)
-    about = at.x, at.places, at.runs, fours, 0, weight, start, 0
-    run(kind, tile_of(layer_code.wide_tile, pixels), (TileInput, None, None, None), *about, scale, bias, tile)
-    assert tile[:-1].tolist() == exact[:, order].tolist() and bool((tile[-1] == 77).all())
