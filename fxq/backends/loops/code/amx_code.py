@@ -1,11 +1,11 @@
 """Machine code of integer products with AMX, whose registers are tiles: 16 rows of 64 bytes.
 
-One instruction adds the products of a tile with 16 pixels, uint8 (16, 64), and a tile with 16 columns of a weight, int8
-(16, 16, GROUP), to a tile of sums, int32 (16, 16). Weights have the order of other kinds of CPUs (`layer_steps.py`):
-16 groups of a block are such a tile. Two tiles of pixels and two of columns give four tiles of sums::
+
+
+
 
                             block k    block k + 1
-                           tile 6       tile 7          from the weight, once for each 64 integers of a pixel
+                           tile 6       tile 7          from the weight, once for each tile of integers of a pixel
     pixels  0 .. 15       +----------+----------+
               tile 4      |  tile 0  |  tile 1  |
                           +----------+----------+
@@ -36,7 +36,7 @@ from fxq.backends.loops.code.epilogue_code import (
     with_residual,
 )
 from fxq.backends.loops.code.machine_code import GROUP, on_addresses
-from fxq.backends.loops.code.vectors import INT8, INT32, INT64, INTS, LANES, load, number, store
+from fxq.backends.loops.code.vectors import INT8, INT16, INT32, INT64, INTS, LANES, load, number, store
 
 TILE_ROWS, ROW_BYTES = 16, 64
 """Size of a tile."""
@@ -47,6 +47,8 @@ STATE_BYTES = len(CONFIG) + 8 * TILE_BYTES
 """Bytes of memory for the configuration of tiles, and for tiles that are emulated."""
 _PIXEL_TILE, _WEIGHT_TILE = 4, 6
 """Numbers of the first tiles of pixels and of weights. Tiles of sums are before."""
+_SIZES_OF_ROWS, _COUNTS_OF_ROWS = 16, 48
+"""Offsets in the configuration: bytes of the rows of each tile, int16; number of rows of each, int8."""
 
 
 # ---- instructions
@@ -67,11 +69,18 @@ def _is_emulated() -> bool:
 
 
 @on_addresses
-def configure(b, state):
-    """Give all tiles 16 rows of 64 bytes, until `release`. `state` is the address of `STATE_BYTES` of memory."""
+def configure(b, state, size):
+    """Set the sizes of tiles, until `release`: rows of pixels have `size` bytes, a multiple of `GROUP` up to 64.
+
+    `state` is the address of `STATE_BYTES` of memory.
+    """
     if not machine_code.KIND.has_amx:
         return
     store(b, ir.Constant(ir.ArrayType(INT8, len(CONFIG)), bytearray(CONFIG)), state)
+    for tile in (_PIXEL_TILE, _PIXEL_TILE + 1):
+        store(b, b.trunc(size, INT8), b.add(state, number(_SIZES_OF_ROWS + 2 * tile)))
+    for tile in (_WEIGHT_TILE, _WEIGHT_TILE + 1):
+        store(b, b.trunc(b.udiv(size, number(GROUP)), INT8), b.add(state, number(_COUNTS_OF_ROWS + tile)))
     if not _is_emulated():
         _call(b, "ldtilecfg", _pointer(b, state))
 
@@ -161,12 +170,12 @@ def _row_of_tile(b: Any, state: Any, tile: Any, row: Any) -> Any:
 
 def _rows(b: Any, state: Any, tile: Any) -> Any:
     """Number of rows of an emulated tile, from its configuration."""
-    return b.zext(load(b, b.add(state, tile), INT8, 48), INT64)
+    return b.zext(load(b, b.add(state, tile), INT8, _COUNTS_OF_ROWS), INT64)
 
 
 def _bytes_of_row(b: Any, state: Any, tile: Any) -> Any:
     """Bytes of the rows of an emulated tile, from its configuration."""
-    return b.zext(load(b, b.add(state, b.add(tile, tile)), ir.IntType(16), 16), INT64)
+    return b.zext(load(b, b.add(state, b.add(tile, tile)), INT16, _SIZES_OF_ROWS), INT64)
 
 
 def _lanes_of_row(b: Any, state: Any, tile: Any, row: Any) -> Any:
@@ -207,7 +216,8 @@ class TilesInput(NamedTuple):
         x_step: Bytes from a pixel to the next.
         runs: Address of int32: bytes from there to each run of integers that a pixel reads.
         run_count: Number of runs.
-        depth: Number of tiles of a run: it has 64 integers for each.
+        depth: Number of tiles of a run.
+        size: Integers of a pixel in a tile, see `configure`.
         weight: Address of the first block.
         block_bytes: Bytes from a block to the next.
         start: Address of int32 (columns, 16): initial sums.
@@ -219,6 +229,7 @@ class TilesInput(NamedTuple):
     runs: Any
     run_count: Any
     depth: Any
+    size: Any
     weight: Any
     block_bytes: Any
     start: Any
@@ -246,9 +257,9 @@ def sums_of_tiles(rows: int, columns: int) -> Any:
                 for c in range(columns):
                     place = b.add(block, b.mul(tiles.block_bytes, number(c)))
                     load_tile(b, state, _WEIGHT_TILE + c, place, number(ROW_BYTES))
-                b.store(b.add(block, number(TILE_BYTES)), weight)
+                b.store(b.add(block, b.mul(tiles.size, number(LANES))), weight)
                 for r, line in enumerate(lines):
-                    place = b.add(line, b.mul(step.index, number(ROW_BYTES)))
+                    place = b.add(line, b.mul(step.index, tiles.size))
                     load_tile(b, state, _PIXEL_TILE + r, place, tiles.x_step)
                 for r, c in pairs:
                     multiply_tiles(b, state, columns * r + c, _PIXEL_TILE + r, _WEIGHT_TILE + c)

@@ -1,6 +1,6 @@
 """Loop of large integer layers on CPUs with AMX; see `amx_code.py` for the tiles, and `layer_loops.py` for the layers.
 
-A tile has 16 pixels at equal distances, and reads 64 integers of each. `amx_tiles.py` chooses the pixels of the tiles::
+A tile has 16 pixels at equal distances, and reads up to 64 integers of each. `amx_tiles.py` chooses the pixels of the tiles::
 
     convolution of an image with a border, 3 x 3, stride 1:      |  results  | b |  results  | b |
     tiles cross the ends of rows, where results are left out     [  tile 0  ][  tile 1  ][  tile 2
@@ -216,7 +216,12 @@ def amx_product(step, bases):
     x, x_step, is_copied = address_of(bases, step, AmxField.X), step[AmxField.X_STEP], step[AmxField.GROUPS] > 0
     count, tiles_at_once, depth = step[AmxField.TILES], step[AmxField.TILES_AT_ONCE], step[AmxField.DEPTH]
     weight, block_bytes, blocks = step[AmxField.WEIGHT], step[AmxField.BLOCK_BYTES], step[AmxField.BLOCKS]
-    places, runs, run_count = step[AmxField.X_PLACES], step[AmxField.RUNS], step[AmxField.RUN_COUNT]
+    size, places, runs, run_count = (
+        step[AmxField.SIZE],
+        step[AmxField.X_PLACES],
+        step[AmxField.RUNS],
+        step[AmxField.RUN_COUNT],
+    )
     state = scratch_of(bases)
     sums, floats, copies = state + _SUMS, state + _FLOATS, state + _COPIES
     if is_copied:
@@ -224,7 +229,7 @@ def amx_product(step, bases):
         runs, run_count = state + STATE_BYTES, 1
         carray(ints(runs), 1)[0] = 0
     tile_places = carray(ints(places), count)
-    configure(state)
+    configure(state, size)
     for first in range(0, count, tiles_at_once):
         last = min(first + tiles_at_once, count)
         if is_copied:
@@ -240,7 +245,7 @@ def amx_product(step, bases):
                     a = x + tile_places[t]
                     c = x + tile_places[t + rows - 1]
                 tiles = TilesInput(
-                    a, c, x_step, runs, run_count, depth, weight + k * block_bytes, block_bytes,
+                    a, c, x_step, runs, run_count, depth, size, weight + k * block_bytes, block_bytes,
                     step[AmxField.START] + ROW_BYTES * k,
                 )  # fmt: skip
                 _multiply(rows, columns, tiles, sums, state)

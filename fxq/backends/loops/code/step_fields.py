@@ -82,6 +82,7 @@ class AmxField(IntEnum):
     RESIDUAL_PLACES = 28  # address of int32 (tiles, 16); 0: no residual
     RESIDUAL_GRID = 29
     EPILOGUE = 30
+    SIZE = 31  # integers of a pixel in a tile
 
 
 class DepthwiseField(IntEnum):

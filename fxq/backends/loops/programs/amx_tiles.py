@@ -34,7 +34,7 @@ class PixelGrid:
         counts: Images, rows and columns.
         steps: Bytes from an image, row and column to the next.
         first: Place of the first window.
-        may_exceed: Whether 63 bytes after the last run may be read.
+        may_exceed: Whether bytes after the last run may be read, up to 63.
     """
 
     counts: tuple[int, int, int]
@@ -87,6 +87,7 @@ class AmxTiles:
         x_step: Bytes from a pixel to the next; 0 if they are copied.
         runs: Runs that a pixel reads.
         depth: Tiles of a run; of all runs if pixels are copied.
+        size: Integers of a pixel in a tile.
         cycles: Estimated time of the products and copies.
         at_once: Number of tiles that all columns are computed for, before further tiles.
     """
@@ -96,6 +97,7 @@ class AmxTiles:
     x_step: int
     runs: Runs
     depth: int
+    size: int
     cycles: float
     at_once: int
 
@@ -117,11 +119,12 @@ class AmxTiles:
         return values.to(torch.int32)
 
     def packed(self, blocks: int, loops: ModuleType) -> Tensor:
-        """Weight as tiles read it, int8 (blocks, tiles * 16, 16, GROUP), with columns and integers padded."""
+        """Weight as tiles read it, int8 (blocks, groups of all tiles, 16, GROUP), with columns and integers padded."""
         weight, group = self.runs.weight, int(loops.GROUP)
-        size = int(loops.ROW_BYTES) if self.x_step else group
-        weight = F.pad(weight, (0, -weight.shape[2] % size)).flatten(1)
-        weight = F.pad(weight, (0, -weight.shape[1] % int(loops.ROW_BYTES), 0, 16 * blocks - len(weight)))
+        run = self.depth * self.size if self.x_step else -(-weight.shape[2] // group) * group
+        weight = F.pad(weight, (0, run - weight.shape[2])).flatten(1)
+        total = self.depth * self.size * (len(self.runs.offsets) if self.x_step else 1)
+        weight = F.pad(weight, (0, total - weight.shape[1], 0, 16 * blocks - len(weight)))
         return weight.reshape(blocks, 16, -1, group).transpose(1, 2).contiguous()
 
 
@@ -151,21 +154,28 @@ def _tiles(grid: PixelGrid, runs: Runs, columns: int, loops: ModuleType) -> Iter
     row_bytes, rows = int(loops.ROW_BYTES), int(loops.TILE_ROWS)
     count, length = len(runs.offsets), runs.weight.shape[2]
     of_depth = _TILE_CYCLES * -(-columns // 16)
-    if grid.may_exceed or length % row_bytes == 0:
-        depth = -(-length // row_bytes)
+    depth, size = _divided(length, row_bytes)
+    if grid.may_exceed or depth * size == length:
         step = next((step for count, step in zip(grid.counts[::-1], grid.steps[::-1], strict=True) if count > 1), 1)
         for starts, pixels in _places_of_tiles(grid, rows, step):
             cycles = len(starts) * count * depth * of_depth
-            yield AmxTiles(starts, pixels, step, runs, depth, cycles, _tiles_at_once(runs, rows * (step + columns)))
-    places, depth = grid.places(), -(-count * -(-length // 4) * 4 // row_bytes)
+            yield AmxTiles(
+                starts, pixels, step, runs, depth, size, cycles, _tiles_at_once(runs, rows * (step + columns))
+            )
+    places, (depth, size) = grid.places(), _divided(count * -(-length // 4) * 4, row_bytes)
     pixels = torch.arange(-(-len(places) // rows) * rows).view(-1, rows)
     copying = len(places) * count * (_RUN_CYCLES + _LINE_CYCLES * -(-length // row_bytes))
     at_once = _tiles_at_once(runs, rows * (int(loops.pixel_bytes(depth)) + columns))
     x_places = places[pixels.clamp(max=len(places) - 1)]
     pixels = torch.where(pixels < len(places), pixels, -1)
-    yield AmxTiles(
-        x_places, pixels, 0, runs, depth, len(pixels) * depth * of_depth + copying, min(at_once, len(pixels))
-    )
+    cycles = len(pixels) * depth * of_depth + copying
+    yield AmxTiles(x_places, pixels, 0, runs, depth, size, cycles, min(at_once, len(pixels)))
+
+
+def _divided(length: int, row_bytes: int) -> tuple[int, int]:
+    """Number of tiles for so many integers of a pixel, and integers of each, a multiple of four."""
+    depth = -(-length // row_bytes)
+    return depth, -(-length // (4 * depth)) * 4
 
 
 def _tiles_at_once(runs: Runs, tile_bytes: int) -> int:

@@ -207,6 +207,7 @@ class ProductStep(ProgramStep):
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=packed.numel() // blocks, tiles_at_once=tiles.at_once, spread=spread,
             residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
+            size=tiles.size,
         )  # fmt: skip
 
     def _epilogue(self, loops: ModuleType) -> int:

@@ -134,7 +134,7 @@ def _amx_product(loops: ModuleType, row: Sequence[int]) -> StepWork:
     by_tile: dict[int, int] = {f.X_PLACES: places if row[f.GROUPS] else _INT_BYTES, f.OUT_PLACES: places}
     if row[f.RESIDUAL_PLACES]:
         by_tile[f.RESIDUAL_PLACES] = places
-    of_weight, of_pixels = row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED, tiles * rows * depth * loops.ROW_BYTES
+    of_weight, of_pixels = row[f.BLOCK_BYTES] * blocks / _WEIGHT_SPEED, tiles * rows * depth * row[f.SIZE]
     axes = [
         Axis(f.TILES, by_tile, 2, of_weight),
         Axis(f.BLOCKS, _steps_of_blocks(f, row), loops.BLOCKS_AT_ONCE, of_pixels / row[f.RUN_COUNT] / _VALUE_SPEED),

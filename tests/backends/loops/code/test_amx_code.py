@@ -27,7 +27,7 @@ def product(rows, columns, configured=True, released=False):
 
     def code(b, tiles, sums, state):
         if configured:
-            amx_code.configure.emit(b, state)
+            amx_code.configure.emit(b, state, tiles.size)
         if released:
             amx_code.release.emit(b, state)
         amx_code.sums_of_tiles(rows, columns).emit(b, tiles, sums, state)
@@ -48,13 +48,14 @@ def code_of(kind, *arguments):
 @settings(deadline=None)
 @given(
     kind=OF_KINDS, rows=st.integers(1, 2), columns=st.integers(1, 2), count=st.integers(1, 3), room=st.integers(0, 70),
+    size=st.sampled_from([4, 24, 60, 64]),
     runs=st.lists(st.integers(0, 40), min_size=1, max_size=3), between=st.integers(0, 99),
     values=st.sampled_from([(0, 256), (255, 256)]), weights=st.sampled_from([(-128, 128), (-128, -127), (127, 128)]),
     seed=st.integers(0, 99),
 )  # fmt: skip
-def test_sums(kind, rows, columns, count, room, runs, between, values, weights, seed):
+def test_sums(kind, rows, columns, count, room, size, runs, between, values, weights, seed):
     """Integers of pixels are unsigned, those of weights signed, and no sum saturates."""
-    random, x_step, depth = np.random.default_rng(seed), 64 * count + room, 16 * count * len(runs)
+    random, x_step, depth = np.random.default_rng(seed), size * count + room, size // 4 * count * len(runs)
     second = 16 * x_step + between
     x = random.integers(*values, second + 16 * x_step + 40).astype(np.uint8)
     weight = random.integers(*weights, (columns, depth + 16, 16, 4)).astype(np.int8)  # one tile is not read
@@ -62,11 +63,11 @@ def test_sums(kind, rows, columns, count, room, runs, between, values, weights, 
     offsets = np.array(runs, np.int32)
     sums, state = np.full((2, 32, 16), 77, np.int32), np.full(amx_code.STATE_BYTES + 64, 9, np.uint8)
     code_of(kind, rows, columns)(
-        x.ctypes.data, x.ctypes.data + second, x_step, offsets.ctypes.data, len(runs), count, weight.ctypes.data,
-        weight[0].nbytes, start.ctypes.data, sums.ctypes.data, state.ctypes.data,
+        x.ctypes.data, x.ctypes.data + second, x_step, offsets.ctypes.data, len(runs), count, size,
+        weight.ctypes.data,         weight[0].nbytes, start.ctypes.data, sums.ctypes.data, state.ctypes.data,
     )  # fmt: skip
     begins = np.concatenate([tile + x_step * np.arange(16) for tile in (0, second)])[: 16 * rows]
-    places = begins[:, None, None] + offsets[:, None] + np.arange(64 * count)
+    places = begins[:, None, None] + offsets[:, None] + np.arange(size * count)
     exact = np.einsum("mgk,cgnk->cmn", x[places].reshape(-1, depth, 4).astype(int), weight[:, :depth].astype(int))
     exact += start[:, None]
     assert sums[:columns, : 16 * rows].tolist() == exact.tolist()
@@ -83,7 +84,7 @@ def test_emulated_tiles_without_configuration(state_of_tiles):
     sums, state = np.full((2, 32, 16), 77, np.int32), np.zeros(amx_code.STATE_BYTES, np.uint8)
     zero = np.zeros(1, np.int32)
     code_of(kind, 2, 2, *state_of_tiles)(
-        ones.ctypes.data, ones.ctypes.data, 64, zero.ctypes.data, 1, 1, ones.ctypes.data, 1024, ones.ctypes.data,
+        ones.ctypes.data, ones.ctypes.data, 64, zero.ctypes.data, 1, 1, 64, ones.ctypes.data, 1024, ones.ctypes.data,
         sums.ctypes.data, state.ctypes.data,
     )  # fmt: skip
     assert bool((sums == 77).all()) and not state.any()
