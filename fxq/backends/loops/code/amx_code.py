@@ -1,8 +1,8 @@
 """Machine code of integer products with AMX, whose registers are tiles: 16 rows of 64 bytes.
 
-
-
-
+One instruction adds the products of a tile with 16 pixels, uint8 (16, 64), and a tile with 16 columns of a weight, int8
+(16, 16, GROUP), to a tile of sums, int32 (16, 16). Both may have fewer groups than 16; a layer chooses the number that
+divides its runs. Two tiles of pixels and two of columns give four tiles of sums::
 
                             block k    block k + 1
                            tile 6       tile 7          from the weight, once for each tile of integers of a pixel

@@ -1,6 +1,6 @@
 """Loop of large integer layers on CPUs with AMX; see `amx_code.py` for the tiles, and `layer_loops.py` for the layers.
 
-A tile has 16 pixels at equal distances, and reads up to 64 integers of each. `amx_tiles.py` chooses the pixels of the tiles::
+A tile has 16 pixels at equal distances, and reads up to 64 integers of each. The pixels are chosen by `amx_tiles.py`::
 
     convolution of an image with a border, 3 x 3, stride 1:      |  results  | b |  results  | b |
     tiles cross the ends of rows, where results are left out     [  tile 0  ][  tile 1  ][  tile 2
