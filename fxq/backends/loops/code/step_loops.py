@@ -51,7 +51,7 @@ def _tanh(x):
 
 
 @helper
-def _quantize_state(h, integers, qmax, step, min_range):
+def quantize_state(h, integers, qmax, step, min_range):
     """Quantize the state of one sample as `recurrent_steps.round_state` does, and return the factor of its products."""
     size = _f(1)
     factor = _f(1) / step
@@ -75,7 +75,7 @@ def keep(h, integers, sizes, samples, width, qmax, step, min_range):
     """Quantize a state, float32 (samples, width), to uint8. `sizes` gets the factor of each sample's products."""
     h, integers, sizes = carray(h, (samples, width)), carray(integers, (samples, width)), carray(sizes, samples)
     for n in range(samples):
-        sizes[n] = _quantize_state(h[n], integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(h[n], integers[n], qmax, step, min_range)
 
 
 MULTIPLY_FIELDS = 6
@@ -133,7 +133,7 @@ def lstm(gates, cell, h, integers, sizes, samples, hidden, qmax, step, min_range
         for j in range(hidden):
             c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * _tanh(_f(-0.5) * g[j])
             y[j] = _sigmoid(o[j]) * _tanh(c[j])
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
 
 
 @compiled("f* f* f* f* u8* f* i i f f f")
@@ -153,7 +153,7 @@ def gru(gates, new, last, h, integers, sizes, samples, hidden, qmax, step, min_r
         for j in range(hidden):
             value = _tanh(x[j] + _sigmoid(reset[j]) * state_part[j])
             y[j] = value + _sigmoid(update[j]) * (before[j] - value)
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
 
 
 @compiled("f* i f* u8* f* i i f f f")
@@ -169,4 +169,4 @@ def rnn(gates, is_tanh, h, integers, sizes, samples, hidden, qmax, step, min_ran
         gate, y = gates[n], h[n]
         for j in range(hidden):
             y[j] = _tanh(gate[j]) if is_tanh else (_f(0) if gate[j] < _f(0) else gate[j])
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
