@@ -10,8 +10,6 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.dot_product import dot
-from fxq.backends.loops.code.memory_loops import bytes_, ints, shorts
 from fxq.backends.loops.code.row_loops import scale_products as scale_products
 from fxq.backends.loops.code.row_loops import scale_sums as scale_sums
 
@@ -76,36 +74,6 @@ def keep(h, integers, sizes, samples, width, qmax, step, min_range):
     h, integers, sizes = carray(h, (samples, width)), carray(integers, (samples, width)), carray(sizes, samples)
     for n in range(samples):
         sizes[n] = quantize_state(h[n], integers[n], qmax, step, min_range)
-
-
-MULTIPLY_FIELDS = 6
-"""Number of integers that describe a product, see `multiply`."""
-
-
-@compiled("i64* i i64*")
-def multiply(parts, count, fields):
-    """Multiply the state of one sample by rows of a weight.
-
-    Args:
-        parts: int64 (count, 2): first row of the weight of each part, and end.
-        count: Number of parts.
-        fields: In order:
-            * address of the state, uint8 (width,), and width;
-            * address of memory for the state, int16 (columns,), overwritten, with zeros from `width` on;
-            * address of the weight, int8 (rows, columns);
-            * address of the sums, int32 (rows,), written;
-            * columns, at least `width`, a multiple of `MULTIPLE`.
-    """
-    parts, fields = carray(parts, (count, 2)), carray(fields, MULTIPLY_FIELDS)
-    width, wide, weight, columns = fields[1], fields[2], fields[3], fields[5]
-    integers, state = carray(bytes_(fields[0]), width), carray(shorts(wide), width)
-    for k in range(width):
-        state[k] = integers[k]
-    for p in range(count):
-        first, end = parts[p, 0], parts[p, 1]
-        sums = carray(ints(fields[4]), end)
-        for j in range(first, end):
-            sums[j] = dot(wide, weight + j * columns, columns)
 
 
 @compiled("f* f* f* u8* f* i i f f f")

@@ -1,10 +1,8 @@
-"""`Recurrence`: the time steps of a recurrent layer on integers, in one compiled loop."""
+"""`TimeSteps`: the time steps of a recurrent layer on integers, in one compiled loop."""
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -66,7 +64,7 @@ class _Steps(NamedTuple):
     job: Job
 
 
-class Recurrence:
+class TimeSteps:
     """Time steps of an lstm, gru or rnn of one direction, and the constants of their loop.
 
     Args:
@@ -89,9 +87,7 @@ class Recurrence:
         zero = grid.qmax + 1
         start = in_blocks(weight.sum(1, dtype=torch.int32), gates).mul_(loops.X_OFFSET - zero)
         factor = 1 / grid.qmax if grid.scale is None else grid.scale
-        numbers = torch.tensor(
-            [grid.qmax, grid.scale or 0.0, MIN_STATE_RANGE], dtype=torch.float32, device="cpu"
-        )
+        numbers = torch.tensor([grid.qmax, grid.scale or 0.0, MIN_STATE_RANGE], dtype=torch.float32, device="cpu")
         new_bias = torch.zeros(self._hidden, dtype=torch.float32, device="cpu") if bias is None else bias
         self._constants = (
             packed, start, in_blocks(scale * factor, gates), F.pad(new_bias, (0, width - self._hidden)), numbers
