@@ -20,6 +20,12 @@ from fxq.graph.region import Region
 from fxq.graph.unit import Calls
 
 
+class _InputProduct(DynamicLinear):
+    """Product of the input of a recurrent layer, for all time steps at once."""
+
+    arranges: ClassVar[bool] = True
+
+
 class JitRecurrent(RecurrentKernel):
     """Recurrent layer without projection in compiled loops, whose sums are exact on any CPU.
 
@@ -49,9 +55,9 @@ class JitRecurrent(RecurrentKernel):
         scale = () if grid else (torch.tensor(self.x.s, dtype=torch.float32, device="cpu"),)
         return compiled.run(x, (*scale, *grid), h, c)
 
-    def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> DynamicLinear:
+    def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> _InputProduct:
         """Product of the input, whose scale is an argument, also if it is static."""
-        return DynamicLinear(
+        return _InputProduct(
             op="linear", settings={}, axis=0, zero=self.x.z, weight=weight, weight_scale=scale, bias=bias
         )
 

@@ -15,7 +15,7 @@ from fxq.backends.x86.onednn import OnednnLayer
 from fxq.backends.x86.recurrent_product import input_product, state_product
 from fxq.backends.x86.recurrent_steps import StateProduct, gru, lstm, rnn, scripted
 
-_MAX_COMPILED_SAMPLES = 16
+_MAX_COMPILED_SAMPLES = 32
 """Number of samples up to which one compiled loop runs all time steps. For more, other products are faster."""
 
 

@@ -146,9 +146,7 @@ def test_a_kernel_without_a_form_says_what_is_missing(monkeypatch):
     layer, _ = kernel_of(JitRecurrent, "lstm", 5, 6)
     monkeypatch.setattr(jit_recurrent, "loops_for", lambda *args: None)
     monkeypatch.setattr(jit_recurrent, "missing", lambda name: "No module named 'numba'")
-    with pytest.raises(
-        BackendError, match=r"no loops are compiled: No module named 'numba' \(pip install"
-    ):
+    with pytest.raises(BackendError, match=r"no loops are compiled: No module named 'numba' \(pip install"):
         layer(activations(7, 2, 5))
 
 

@@ -17,12 +17,12 @@ pytest.importorskip("numba")
 
 
 @pytest.mark.parametrize("quick", [True, False], ids=["int_mm", "onednn"])
-@pytest.mark.parametrize("samples", [1, 17])
+@pytest.mark.parametrize("samples", [1, 33])
 @pytest.mark.parametrize("scale", [None, 0.5 / STATE])
 @pytest.mark.parametrize("op", GATES)
 def test_as_by_pytorchs_ops(op, scale, samples, quick, monkeypatch):
     monkeypatch.setattr(cpu, "has_int_mm", lambda: quick)
-    layer, _ = kernel(op, 5, 40, state_scale=scale, reverse=samples == 17)
+    layer, _ = kernel(op, 5, 40, state_scale=scale, reverse=samples == 33)
     x = activations(7, samples, 5)
     got = layer(x)
     monkeypatch.setattr(compiler, "loops", lambda name: None)
@@ -37,12 +37,12 @@ def test_they_run(monkeypatch):
     run = recurrent_loop.run_steps
     monkeypatch.setattr(recurrent_loop, "run_steps", lambda *args: (ran.append(args[1]), run(*args)))
     for op in GATES:
-        kernel(op, 5, 16)[0](activations(7, 17, 5))
-    kernel("lstm", 5, 16, 8)[0](activations(7, 17, 5))
+        kernel(op, 5, 16)[0](activations(7, 33, 5))
+    kernel("lstm", 5, 16, 8)[0](activations(7, 33, 5))
     assert ran == list(GATES)
 
 
-@pytest.mark.parametrize("samples", [2, 17])
+@pytest.mark.parametrize("samples", [2, 33])
 def test_a_state_that_is_not_a_number(samples):
     layer, _ = kernel("gru", 5, 16, state_inputs=("h",))
     h = torch.zeros(samples, 16)
