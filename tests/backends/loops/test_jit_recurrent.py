@@ -70,10 +70,10 @@ class Net(nn.Module):
 
 def quantized(model, preset, *inputs):
     recipe = getattr(fxq.Recipe, preset)(backend="jit", optimize="coverage")
-    given = {"data": [inputs]} if preset == "static" else {"example_inputs": inputs}
+    example = {"data": [inputs]} if preset == "static" else {"example_inputs": inputs}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return fxq.quantize(model, recipe, progress=False, **given)
+        return fxq.quantize(model, recipe, progress=False, **example)
 
 
 def kernels(q):
@@ -90,8 +90,8 @@ def test_through_the_pipeline(kind, options, preset):
     assert {entry.precision for entry in layers} == {"int8"} and len(kernels(q)) == len(layers) == 2 + 2 * bool(options)
     for wanted, got in zip(call(model, x), call(q, x), strict=True):
         assert sqnr(wanted, got) > 25
-    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
-        assert all(torch.equal(*pair) for pair in zip(call(other, x), call(q, x), strict=True))
+    for copied in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert all(torch.equal(*pair) for pair in zip(call(copied, x), call(q, x), strict=True))
 
 
 def test_initial_states_and_other_sizes():
@@ -137,8 +137,8 @@ def test_the_qdq_form_runs_where_memory_cannot_be_read(monkeypatch):
     with Watching():
         watched = call(q, x)
     monkeypatch.setattr(jit_recurrent, "loops_for", lambda *args: None)
-    for other in (watched, call(q, x)):
-        for y, got in zip(wanted, other, strict=True):
+    for results in (watched, call(q, x)):
+        for y, got in zip(wanted, results, strict=True):
             assert sqnr(y, got) > 30
 
 

@@ -19,7 +19,7 @@ _PARTS = 2 if machine_code.KIND.has_avx512 else 1
 """Number of sums of a gate in a small tile, which do not wait for each other."""
 _BYTES_AHEAD = 1024
 """Distance of prefetches into the first-level cache. The weight is read in the order of memory."""
-_NEAR = 0.25
+_MAX_SERIES_X = 0.25
 """Largest magnitude for which tanh is computed by its Taylor series."""
 
 
@@ -90,7 +90,7 @@ def _tanh(b: Any, x: Any) -> Any:
     square = b.fmul(x, x)
     series = vectors.polynomial(b, square, 2.1869489e-2, -5.3968254e-2, 1.3333333e-1, -3.3333333e-1)
     near = vectors.multiply_add(b, b.fmul(x, square), series, x)
-    return b.select(b.fcmp_ordered("<", square, splat(b, _NEAR**2)), near, vectors.tanh(b, x))
+    return b.select(b.fcmp_ordered("<", square, splat(b, _MAX_SERIES_X**2)), near, vectors.tanh(b, x))
 
 
 def _lstm(b: Any, sample: _Sample) -> Any:
@@ -187,5 +187,5 @@ def _step(kind: str, samples: int) -> Callable[..., None]:
 
 def tiles(kind: str) -> tuple[Any, Any]:
     """Tiles of a kind of layer: of one sample, and of `SAMPLES`."""
-    one, some = (on_addresses(_step(kind, samples), is_called=True) for samples in (1, SAMPLES))
-    return one, some
+    small, large = (on_addresses(_step(kind, samples), is_called=True) for samples in (1, SAMPLES))
+    return small, large

@@ -40,7 +40,7 @@ def run(steps, kind, gates, h, c, reverse=False):
 
 
 def exact(kind, gates, h, c, weight, bias, scale, reverse):
-    """What `run` returns, by the definition of the ops in float64. The input of the ops is the gates."""
+    """Results of `run` by the definition of the ops in float64. The input of the ops is the gates."""
     gates, h, rows = gates.double(), h.double(), gates.shape[2]
     options = {"reverse": reverse, "state_qmax": 127, "state_scale": scale}
     zeros = torch.zeros(rows).double()
@@ -112,8 +112,8 @@ def test_threads_compute_the_same(kind, samples, monkeypatch):
             patch.setattr(time_steps, "run_together", lambda *args: False)
             results.append(run(steps, kind, *tensors, reverse=True))
         (wanted, cell), *others = results
-        for y, other in others:
-            assert torch.equal(y, wanted) and (cell is None or torch.equal(other, cell))
+        for y, last in others:
+            assert torch.equal(y, wanted) and (cell is None or torch.equal(last, cell))
     assert ran == [True] * 6
 
 
