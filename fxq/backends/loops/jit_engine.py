@@ -164,8 +164,9 @@ class Jit(EngineBackend):
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """How many ops of a unit a program or a kernel of its own runs on integers."""
-        is_kernel = self._units.has_kernel(calls) and config.activation is not None
-        return (self._units if is_kernel else super()).supports(gm, node, calls, config)
+        if self._units.has_kernel(calls) and config.activation is not None:
+            return self._units.supports(gm, node, calls, config)
+        return super().supports(gm, node, calls, config)
 
     def kind_of(self, value: fx.Node) -> Any:
         """Shape of a value: programs are planned per shape."""

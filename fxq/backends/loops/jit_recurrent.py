@@ -34,7 +34,7 @@ class JitRecurrent(RecurrentKernel):
 
     name: ClassVar[str] = "jit.recurrent"
 
-    def __init__(self, *tensors: Tensor | None, **arguments: Any) -> None:
+    def __init__(self, *tensors: Any, **arguments: Any) -> None:
         super().__init__(*tensors, **arguments)
         refuse(self.name, None if self.weight_hr is None else "its hidden state is projected")
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.time_steps import GATES
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel
@@ -41,10 +42,12 @@ class RecurrentLoop(RecurrentKernel):
         if loops is None:
             prepared: _PreparedTensors = self._cached("", lambda: _PreparedTensors(self))
             return prepared.run(x, grid, h, c)
-        compiled: CompiledSteps = self._cached(
-            "steps", lambda: CompiledSteps(self, loops, lambda *layer: input_product(*layer, self.x, self.dynamic))
-        )
+        compiled: CompiledSteps = self._cached("steps", lambda: CompiledSteps(self, loops, self._input_product))
         return compiled.run(x, grid, h, c)
+
+    def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> Kernel:
+        """Product of the input, see `input_product`."""
+        return input_product(weight, scale, bias, self.x, self.dynamic)
 
 
 class _PreparedTensors:
