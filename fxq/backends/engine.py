@@ -252,7 +252,7 @@ class EngineBackend(Backend):
         regions: Iterator[Region] = connected_regions(gm, partial(self.takes, gm))
         return (region for region in regions if any(map(_computes, region.nodes)))
 
-    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel:
+    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a region."""
         return self.kernel.of(gm, region)
 

@@ -1,17 +1,20 @@
-"""The jit backend: regions run as programs of fxq's own loops, compiled by Numba."""
+"""The jit backend: regions run as programs of fxq's own loops, compiled by Numba; recurrent layers are kernels."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
+from fxq.backends.base import Support
 from fxq.backends.engine import EngineBackend, EngineKernel, profile_runs
+from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import has_memory, loops, missing
+from fxq.backends.loops.jit_recurrent import JitUnits
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep
 from fxq.backends.loops.programs.plan import planned
 from fxq.backends.loops.programs.planned_values import PLANNERS, NotPlannedError
@@ -26,6 +29,7 @@ from fxq.graph.query import CONVERSIONS, is_op
 from fxq.graph.region import Region, is_weight, region_of
 from fxq.graph.run import Runner
 from fxq.graph.unit import Calls, calls_of
+from fxq.quant.spec import QuantConfig
 
 log = logging.getLogger("fxq")
 
@@ -149,6 +153,7 @@ class Jit(EngineBackend):
         super().__init__()
         self._is_taken: dict[str, bool] = {}
         self._left_in_float: set[fx.Node] = set()
+        self._units = JitUnits()
 
     def available(self) -> str | None:
         """Reason why the backend cannot run here: Numba is not installed, or compiles nothing. None if it can run."""
@@ -156,6 +161,12 @@ class Jit(EngineBackend):
         if absent is None and loops("program_loops") is None:
             return f'Numba does not compile its loops here: {missing("program_loops")}. Use backend="auto".'
         return absent
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """How many ops of a unit a program or a kernel of its own runs on integers."""
+        if self._units.has_kernel(calls) and config.activation is not None:
+            return self._units.supports(gm, node, calls, config)
+        return super().supports(gm, node, calls, config)
 
     def kind_of(self, value: fx.Node) -> Any:
         """Shape of a value: programs are planned per shape."""
@@ -178,12 +189,22 @@ class Jit(EngineBackend):
             self._is_taken[key] = _region_refusal(gm, region_of([*dict.fromkeys(integers), node])) is None
         return self._is_taken[key]
 
-    def regions(self, gm: fx.GraphModule) -> Iterable[Region]:
-        """Regions that run as programs. Nodes that no step computes beside their neighbours are left in float."""
+    def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
+        """Regions of units with kernels, and regions that run as programs.
+
+        Nodes that no step computes beside their neighbours are left in float.
+        """
+        yield from self._units.regions(gm)
         programs: set[tuple[fx.Node, ...]] = set()
         while refusing := self._refusing(gm, programs):
             self._left_in_float |= refusing
-        return (region for region in super().regions(gm) if any(is_op(node, *CONVERSIONS) for node in region.nodes))
+        for region in super().regions(gm):
+            if any(is_op(node, *CONVERSIONS) for node in region.nodes):
+                yield region
+
+    def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
+        """Return the kernel of a unit, or of a region that runs as a program."""
+        return self._units.lower(gm, region) if self._units.is_own(region) else super().lower(gm, region)
 
     def _refusing(self, gm: fx.GraphModule, programs: set[tuple[fx.Node, ...]]) -> set[fx.Node]:
         """First node of each region because of which the region is no program.

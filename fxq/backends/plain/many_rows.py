@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.plain.column_jobs import ColumnJobs
@@ -24,12 +25,16 @@ class ManyRowsProduct:
         loops: the module `fxq.backends.loops.code.many_rows_loops`.
         stored: weight (O, K), for which `many_rows_refused` returns None.
         few: product of a few rows with this weight.
+        arranges: whether a weight of 8 bits is also kept in the order of the loop, which takes memory and saves time.
     """
 
-    def __init__(self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct) -> None:
+    def __init__(self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct, arranges: bool = False) -> None:
         weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
         zeros = torch.empty(0) if stored.packing is None else _packed_zeros(stored).to(torch.uint8).contiguous()
-        self._keeps = few, zeros, few.ones()
+        arranged = _arranged(stored.values, loops.COLUMNS) if arranges and stored.packing is None else None
+        if arranged is not None:
+            weight, kind = arranged.data_ptr(), loops.ARRANGED
+        self._keeps = few, zeros, few.ones(), arranged
         fields = {
             "WEIGHT": weight, "SCALE": scale, "ZEROS": zeros.data_ptr(), "BIAS": bias, "ONES": few.ones().data_ptr(),
             "KIND": kind, "COLUMNS": columns, "OUTPUTS": outputs, "ROW_BYTES": row_bytes, "BLOCK": block,
@@ -55,6 +60,12 @@ class ManyRowsProduct:
         }  # fmt: skip
         self._jobs.run(self._loops.CallField, fields)
         return y
+
+
+def _arranged(weight: Tensor, columns: int) -> Tensor:
+    """Order int8 (O, K) as the loop reads it: (tiles, words, columns, _WORD), with zeros after the last row."""
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % columns))
+    return padded.view(-1, columns, weight.shape[1] // _WORD, _WORD).transpose(1, 2).contiguous()
 
 
 def many_rows_refused(stored: StoredWeight) -> str | None:

@@ -32,10 +32,14 @@ class DynamicLinear(WeightOnlyLinear):
         post: None, a clamp or gelu.
         zero: zero point of the input where the call has none.
         options: as of `WeightOnlyKernel`.
+
+    Attributes:
+        arranges: whether a weight of 8 bits is also kept in the order of the loop for many rows.
     """
 
     name: ClassVar[str] = "dynamic.linear"
     options: ClassVar[tuple[str, ...]] = (*WeightOnlyLinear.options, "post", "zero")
+    arranges: ClassVar[bool] = False
 
     def __init__(self, *, post: PostOp | None = None, zero: int = 0, **options: Any) -> None:
         super().__init__(**options)
@@ -84,7 +88,7 @@ class DynamicLinear(WeightOnlyLinear):
 
         def make() -> ManyRowsProduct | None:
             stored = self.stored_weight()
-            return None if many_rows_refused(stored) else ManyRowsProduct(loops, stored, few)
+            return None if many_rows_refused(stored) else ManyRowsProduct(loops, stored, few, self.arranges)
 
         product: ManyRowsProduct | None = self._cached("many_rows", make)
         return product

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.backends.x86.recurrent_steps import StateProduct, conv_product, linear_product
 
 Multiply = Callable[[], Tensor]
-_MIN_PART_BYTES = 1 << 18
-"""Least number of bytes of a weight for each thread: waking a thread takes as long as reading some of it."""
 
 
-def _multiply(loops: ModuleType, product: StateProduct, integers: Tensor, sums: Tensor) -> Multiply:
+def _multiply(product: StateProduct, integers: Tensor, sums: Tensor) -> Multiply:
     """Return a function that multiplies the current `integers` of the state by the weight.
 
     It returns `sums`, int32 (N, O), or if oneDNN multiplies, float32 (N, O), scaled except for the state's range.
     """
     weight, scale, bias = product.weight, product.scale, product.bias
-    if product.by_rows:
-        return _multiply_rows(loops, weight, integers, sums)
     if product.is_plain:
         return lambda: torch._int_mm(integers, weight, out=sums)
     no_zeros = torch.zeros_like(product.zeros)
@@ -33,35 +27,6 @@ def _multiply(loops: ModuleType, product: StateProduct, integers: Tensor, sums: 
         image = integers.view(1, len(integers), 1, -1).permute(0, 3, 1, 2)
         return lambda: conv_product(image, weight, scale, no_zeros, bias)
     return lambda: linear_product(integers, weight, scale, no_zeros, bias)
-
-
-def _multiply_rows(loops: ModuleType, weight: Tensor, integers: Tensor, sums: Tensor) -> Multiply:
-    """Return a function that multiplies the state of one sample by the rows of a weight, on all threads if it is large.
-
-    Sums are equal with any number of threads.
-    """
-    rows, columns = weight.shape
-    parts = max(min(usable_threads(), weight.numel() // _MIN_PART_BYTES), 1)
-    cuts = [rows * k // parts for k in range(parts + 1)]
-    places, count = _int64(list(pairwise(cuts))), _int64([parts])
-    widened = torch.zeros(parts, columns, dtype=torch.int16, device="cpu")
-    read, by, written = (tensor.data_ptr() for tensor in (integers, weight, sums))
-    fields = _int64([[read, integers.shape[1], wide.data_ptr(), by, written, columns] for wide in widened])
-    job = Job(code_address(loops.multiply), places.data_ptr(), count.data_ptr(), 1, 0, 16)
-    field_bytes = fields.stride(0) * fields.element_size()
-
-    def multiply() -> Tensor:
-        if parts == 1 or not run_together(job, parts, fields.data_ptr(), field_bytes):
-            loops.multiply(places.data_ptr(), parts, fields.data_ptr())
-        return sums
-
-    multiply.memory = weight, integers, widened, count  # type: ignore[attr-defined]  # read by address
-    return multiply
-
-
-def _int64(values: object) -> Tensor:
-    """Table of numbers that loops read."""
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def run_steps(
@@ -95,10 +60,10 @@ def run_steps(
     integers = torch.empty(samples, hidden, dtype=torch.uint8, device="cpu")
     ranges = torch.empty(samples, dtype=torch.float32, device="cpu")
     sums, summed = torch.empty(gates.shape[1:], dtype=torch.int32, device="cpu"), torch.empty_like(gates[0])
-    multiply = _multiply(loops, product, integers, sums)
+    multiply = _multiply(product, integers, sums)
     zero, scale, scale_rows = torch.ones_like(ranges), product.scale, loops.scale_sums
-    zero_sums = product.zeros if product.by_rows or product.state_scale == 0 else torch.zeros_like(product.zeros)
-    if not (product.by_rows or product.is_plain):  # oneDNN has scaled the product
+    zero_sums = product.zeros if product.state_scale == 0 else torch.zeros_like(product.zeros)
+    if not product.is_plain:  # oneDNN has scaled the product
         scale_rows, zero_sums, scale = loops.scale_products, torch.zeros_like(scale), torch.ones_like(scale)
     grids = ranges.data_ptr(), 1, zero.data_ptr(), 1, zero_sums.data_ptr(), scale.data_ptr()
     output = summed.data_ptr(), *summed.shape, -math.inf, math.inf, 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
-from fxq.backends.loops.code import MULTIPLE
 from fxq.backends.table.dynamic_layer import DynamicLayer
 from fxq.backends.table.layer_spec import LayerSpec
 from fxq.backends.x86.onednn_linear import OnednnLinear, pack_for_conv
@@ -56,17 +54,9 @@ def state_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float |
     return product._replace(weight=torch.ops.onednn.qlinear_prepack(product.weight, None))
 
 
-def row_product(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> StateProduct:
-    """Product of a state for fxq's compiled loop: the weight is (O, K), with K padded to a multiple of `MULTIPLE`."""
-    product = _unpacked(weight, scale, qmax, state_scale)
-    return product._replace(by_rows=True, weight=F.pad(product.weight, (0, -weight.shape[1] % MULTIPLE)))
-
-
 def _unpacked(weight: Tensor, scale: Tensor, qmax: int, state_scale: float | None) -> StateProduct:
     scale = (scale / qmax if state_scale is None else scale * state_scale).contiguous()
     zeros = weight.sum(1, dtype=torch.int32).mul_(qmax + 1)
     shift, grid_scale = torch.zeros_like(scale), state_scale or 0.0
     bias = -scale * zeros
-    return StateProduct(
-        weight.contiguous(), scale, zeros, bias, shift, qmax, grid_scale, MIN_STATE_RANGE, False, False, False
-    )
+    return StateProduct(weight.contiguous(), scale, zeros, bias, shift, qmax, grid_scale, MIN_STATE_RANGE, False, False)

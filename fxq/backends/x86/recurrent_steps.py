@@ -32,8 +32,6 @@ class StateProduct(NamedTuple):
         min_range: lower bound of a dynamic range.
         is_plain: whether `torch._int_mm` multiplies.
         is_conv: whether oneDNN's convolution multiplies; if neither is set, oneDNN's linear layer does.
-        by_rows: whether fxq's compiled loop multiplies, for one sample (see `jit_steps.py`). The weight is then (O, K),
-            padded; the functions here do not run it.
     """
 
     weight: Tensor
@@ -46,7 +44,6 @@ class StateProduct(NamedTuple):
     min_range: float
     is_plain: bool
     is_conv: bool
-    by_rows: bool
 
 
 class StateBuffers(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxq.backends.kernel import Kernel
 from fxq.backends.table.kernel_table import (
@@ -23,6 +22,7 @@ from fxq.backends.table.kernel_table import (
 )
 from fxq.backends.table.layer_rows import layer_row, linear_row
 from fxq.backends.table.layer_spec import LayerSpec, weight_refused
+from fxq.backends.table.recurrent_kernel import recurrent_rows
 from fxq.backends.x86.onednn_binary import OnednnAdd, OnednnMul
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.backends.x86.onednn_conv3d import Conv3d
@@ -34,7 +34,6 @@ from fxq.backends.x86.transposed_conv import ConvTranspose1d, ConvTranspose2d
 from fxq.errors import BackendError
 from fxq.graph.info import info
 from fxq.graph.region import Weight
-from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.qparams import QParams
 
 
@@ -94,27 +93,6 @@ def _excite(request: KernelRequest) -> Kernel:
     return SqueezeExcite(**tensors, x=request.grids[0], out=request.out, function=function, gate=gate)
 
 
-def _recurrent(request: KernelRequest) -> Kernel:
-    row, captures, options = request.calls[0].op, dict(request.captures), dict(request.options)
-    if options.pop("state_affine", False):
-        raise BackendError("the grid of its state is not symmetric")
-    tensors: dict[str, Any] = {}
-    for name in (row.traits.weight, *row.traits.more_weights):
-        weight = captures.pop(name or "", None)
-        if weight is None:
-            continue
-        reason = weight_refused(weight.qparams, 0) if isinstance(weight, Weight) else "its weight is not quantized"
-        if reason is not None:
-            raise BackendError(reason)
-        tensors |= {f"{name}": weight.values, f"{name}_scale": weight.qparams.scale}
-    is_dynamic, (x,) = isinstance(captures.pop("x"), DynamicGrid), request.with_unit_scales.grids
-    state_inputs = tuple(name for name, value in captures.items() if isinstance(value, fx.Node))
-    tensors |= {name: value for name, value in captures.items() if name not in state_inputs}
-    return RecurrentLoop(
-        **tensors, op=row.name, x=x, out=request.out, dynamic=is_dynamic, state_inputs=state_inputs, **options
-    )
-
-
 SQUEEZE_EXCITE_KEYS = [
     rule_key(rule, ("x", "squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias"))
     for function in FUNCTIONS
@@ -137,5 +115,5 @@ ROWS: dict[str, KernelRow] = {
     "sub": KernelRow(binary_kernel(OnednnAdd, sign=-1), posts=CLAMPS),
     "mul": KernelRow(binary_kernel(OnednnMul), posts=CLAMPS),
     **dict.fromkeys(SQUEEZE_EXCITE_KEYS, KernelRow(_excite)),
-    **dict.fromkeys(("lstm", "gru", "rnn"), KernelRow(_recurrent, dynamic=KernelRow(_recurrent))),
+    **recurrent_rows(RecurrentLoop),
 }

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.any_cpu
 FEW_LOOPS, MANY_LOOPS = loops("few_rows_loops"), loops("many_rows_loops")
 
 
-def many(weight, bias=None):
-    return ManyRowsProduct(MANY_LOOPS, weight, FewRowsProduct(FEW_LOOPS, weight, bias))
+def many(weight, bias=None, arranges=False):
+    return ManyRowsProduct(MANY_LOOPS, weight, FewRowsProduct(FEW_LOOPS, weight, bias), arranges)
 
 
 @needs_numba
@@ -44,6 +44,17 @@ def test_products_of_any_size(rows, words, outputs, form, per, with_bias, per_ro
     _, magnitude = product(arguments[0].double() * arguments[1] + arguments[2] * arguments[1], weight, bias)
     error = (many(weight, bias).of_integers(*arguments).double() - result).abs()
     assert (error <= 1e-6 * magnitude).all()  # float32 sums of some scaled sums of integers
+
+
+@needs_numba
+@pytest.mark.parametrize("outputs", [5, 32, 77])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_in_the_order_of_the_loop(outputs, bits):
+    """Only one of 8 bits is arranged."""
+    weight, bias = stored(outputs, 72, bits, True, "channel", False), torch.randn(outputs)
+    arguments, _ = integers(MAX_ROWS + 5, 72, True)
+    results = [many(weight, bias, arranges).of_integers(*arguments) for arranges in (False, True)]
+    assert torch.equal(*results)
 
 
 @needs_numba

@@ -15,71 +15,26 @@ from torch import nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.loops.code import compiler
+from fxq.backends.plain.time_steps import GATES
+from fxq.backends.table import recurrent_kernel
 from fxq.backends.x86 import recurrent_loop
-from fxq.backends.x86.recurrent_loop import GATES, RecurrentLoop
+from fxq.backends.x86.recurrent_loop import RecurrentLoop
 from fxq.common.metrics import sqnr
 from fxq.errors import BackendError, InputError
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import DYNAMIC_STATE
-from tests.support.kernels import activations, agree, copies, weight
-from tests.support.machine import BITS, QMAX, decibels, needs_vnni, needs_x86, told
+from tests.support.kernels import activations, agree, copies
+from tests.support.machine import decibels, needs_vnni, needs_x86, told
 from tests.support.models import call, settled
+from tests.support.recurrent import OUT, STATE, UNIT, X, exact
+from tests.support.recurrent import kernel as kernel_of
 
 pytestmark = needs_x86
-X = QParams.per_tensor(0.0217, 51, 0, QMAX)
-UNIT = QParams.per_tensor(1.0, 2 ** (BITS - 1), 0, QMAX)
-OUT = QParams.per_tensor(2 / QMAX, 2 ** (BITS - 1), 0, QMAX)
-STATE = QMAX // 2
 
 
-def kernel(op, inputs, hidden, width=None, bias=True, **options):
-    """A kernel with random weights, and the weights in float64."""
-    rows = GATES[op] * hidden
-    shapes = {"weight_ih": (rows, inputs), "weight_hh": (rows, width or hidden)}
-    if width:
-        shapes["weight_hr"] = (width, hidden)
-    tensors, real = {}, {}
-    for name, shape in shapes.items():
-        values, qp, real[name] = weight(*shape)
-        tensors |= {name: values, f"{name}_scale": qp.scale}
-    for name in ("bias_ih", "bias_hh"):
-        tensors[name] = torch.randn(rows) / 2 if bias else None
-        real[name] = torch.zeros(rows).double() if tensors[name] is None else tensors[name].double()
-    return RecurrentLoop(**tensors, op=op, **{"x": X, "state_qmax": STATE, **options}), real
-
-
-def rounded(h, layer, scale):
-    """A state on its grid, in float64."""
-    steps = h.abs().amax(1, keepdim=True).clamp(min=1e-30) / layer.state_qmax if scale is None else scale
-    return torch.round(h / steps).clamp(-layer.state_qmax, layer.state_qmax) * steps
-
-
-def exact(layer, real, x, h, c):
-    """Result of the kernel in float64: x is (T, N, I), h and c are the initial states."""
-    rows = []
-    width = layer.weight_hh.shape[1]
-    for t in range(len(x))[:: -1 if layer.reverse else 1]:
-        ih = x[t] @ real["weight_ih"].T + real["bias_ih"]
-        hh = rounded(h, layer, layer.state_scale) @ real["weight_hh"].T + real["bias_hh"]
-        if layer.op == "lstm":
-            i, f, g, o = (ih + hh).chunk(4, 1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            if layer.weight_hr is not None:
-                scale = 1 / layer.state_qmax if layer.state_scale is not None else None
-                h = rounded(h, layer, scale) @ real["weight_hr"].T
-        elif layer.op == "gru":
-            (r, z, n), (hr, hz, hn) = ih.chunk(3, 1), hh.chunk(3, 1)
-            update = (z + hz).sigmoid()
-            h = (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * h
-        else:
-            h = (ih + hh).tanh() if layer.nonlinearity == "tanh" else (ih + hh).relu()
-        rows.append(h)
-    y = torch.stack(rows[:: -1 if layer.reverse else 1])
-    if not layer.cell:
-        return y
-    filled = torch.cat([c, c.new_zeros(len(c), -c.shape[1] % width)], 1)
-    return torch.cat([y, torch.stack(filled.split(width, 1))])
+def kernel(*sizes, **options):
+    """An x86 kernel with random weights, and the weights in float64."""
+    return kernel_of(RecurrentLoop, *sizes, **options)
 
 
 SIZE = st.sampled_from([1, 2, 3, 7, 16, 17, 33])
@@ -372,13 +327,17 @@ def test_a_state_in_float_is_refused():
 
 
 def test_a_wrong_kernel_is_put_back(monkeypatch):
-    """A kernel whose state is ten percent too large is replaced by its q/dq form."""
-    right = recurrent_loop.state_product
+    """A kernel whose products with the state are ten percent too large is replaced by its q/dq form."""
+    right, steps = recurrent_loop.state_product, recurrent_kernel.TimeSteps
 
     def wrong_product(*args):
         product = right(*args)
         return product._replace(**{name: 1.1 * getattr(product, name) for name in ("scale", "shift", "bias")})
 
+    def wrong_steps(loops, kind, weight, scale, *others):
+        return steps(loops, kind, weight, 1.1 * scale, *others)
+
     monkeypatch.setattr(recurrent_loop, "state_product", wrong_product)
+    monkeypatch.setattr(recurrent_kernel, "TimeSteps", wrong_steps)
     _, wrong = quantized(settled(lambda: Net("LSTM")), "static", data())
     assert len(wrong) == 2 and "x86.recurrent kernel is wrong" in wrong[0]

@@ -3,6 +3,3 @@
 One loop computes the dynamic range of each row and quantizes the row. PyTorch needs ten ops for this, each of which
 writes a tensor. Without Numba, PyTorch's ops compute the same numbers.
 """
-
-MULTIPLE = 32
-"""Number of columns that rows are padded to a multiple of, before `dot_product.dot` multiplies them."""

@@ -51,29 +51,50 @@ def _float_tile(rows: int) -> Any:
 many_rows, four_rows, one_row = (_float_tile(rows) for rows in (TILE_ROWS, 4, 1))
 
 
+ROWS_AT_ONCE = 4
+"""Rows of scores whose exponentials are computed at once, so that none waits for the results of another."""
+
+
+def _exponentials(rows: int) -> Any:
+    """Return code that replaces each y of rows of floats by exp(y - max(y)) in place, and writes the sum of each row.
+
+    Results below 2**-120 become 0. Arguments of the code: `x`, address of float32 (rows, blocks * 16), with
+    `row_stride` bytes between rows; `blocks`; `totals`, address of float32 (rows,).
+    """
+
+    def code(b, x, row_stride, blocks, totals):
+        lines = [b.add(x, b.mul(row_stride, number(r))) for r in range(rows)]
+        largest = [cgutils.alloca_once_value(b, splat(b, _MIN_FLOAT32)) for _ in lines]
+        with cgutils.for_range(b, blocks, intp=INT64) as block:
+            offset = b.mul(block.index, number(4 * LANES))
+            for line, largest_so_far in zip(lines, largest, strict=True):
+                y = load(b, b.add(line, offset), FLOATS)
+                b.store(vectors.larger(b, y, b.load(largest_so_far)), largest_so_far)
+        highest = [splat(b, vectors.reduced(b, b.load(y), partial(vectors.larger, b))) for y in largest]
+        sums = [cgutils.alloca_once_value(b, splat(b, 0.0)) for _ in lines]
+        with cgutils.for_range(b, blocks, intp=INT64) as block:
+            offset = b.mul(block.index, number(4 * LANES))
+            for line, largest_of_row, total in zip(lines, highest, sums, strict=True):
+                place = b.add(line, offset)
+                power = b.fmul(b.fsub(load(b, place, FLOATS), largest_of_row), splat(b, vectors.LOG2E))
+                y = b.select(
+                    b.fcmp_unordered(">", power, splat(b, _MIN_EXPONENT)), vectors.power_of_two(b, power), splat(b, 0.0)
+                )
+                store(b, y, place)
+                b.store(b.fadd(b.load(total), y), total)
+        for r, total in enumerate(sums):
+            store(b, vectors.reduced(b, b.load(total), b.fadd), b.add(totals, number(4 * r)))
+
+    return code
+
+
+exponentials_of_rows = on_addresses(_exponentials(ROWS_AT_ONCE))
+
+
 @on_addresses
 def exponentials(b, x, blocks, total):
-    """Replace each y of float32 (blocks, 16) by exp(y - max(y)) in place, and write the sum to `total`.
-
-    Results below 2**-120 become 0.
-    """
-    largest = cgutils.alloca_once(b, FLOATS)
-    b.store(splat(b, _MIN_FLOAT32), largest)
-    with cgutils.for_range(b, blocks, intp=INT64) as block:
-        y, largest_so_far = load(b, b.add(x, b.mul(block.index, number(4 * LANES))), FLOATS), b.load(largest)
-        b.store(vectors.larger(b, y, largest_so_far), largest)
-    largest_so_far = splat(b, vectors.reduced(b, b.load(largest), partial(vectors.larger, b)))
-    sums = cgutils.alloca_once(b, FLOATS)
-    b.store(splat(b, 0.0), sums)
-    with cgutils.for_range(b, blocks, intp=INT64) as block:
-        place = b.add(x, b.mul(block.index, number(4 * LANES)))
-        power = b.fmul(b.fsub(load(b, place, FLOATS), largest_so_far), splat(b, vectors.LOG2E))
-        y = b.select(
-            b.fcmp_unordered(">", power, splat(b, _MIN_EXPONENT)), vectors.power_of_two(b, power), splat(b, 0.0)
-        )
-        store(b, y, place)
-        b.store(b.fadd(b.load(sums), y), sums)
-    store(b, vectors.reduced(b, b.load(sums), b.fadd), total)
+    """Do what `exponentials_of_rows` does, for one row."""
+    _exponentials(1)(b, x, number(0), blocks, total)
 
 
 @on_addresses

@@ -8,9 +8,11 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.attention_code import (
+    ROWS_AT_ONCE,
     TILE_COLUMNS,
     TILE_ROWS,
     exponentials,
+    exponentials_of_rows,
     four_rows,
     many_rows,
     one_row,
@@ -87,6 +89,16 @@ def _multiply(rows, x, row_stride, weight, width, columns, depth, out):
 
 
 @helper
+def _exponentials(rows, scores, row_stride, blocks, sums):
+    """Replace rows of scores by their exponentials, and write the sum of each row. `rows` is as in `_multiply`."""
+    if rows >= ROWS_AT_ONCE:
+        for r in range(0, rows, ROWS_AT_ONCE):
+            exponentials_of_rows(scores + r * row_stride, row_stride, blocks, sums + 4 * r)
+    else:
+        exponentials(scores, blocks, sums)
+
+
+@helper
 def attention(step, bases):
     """Compute softmax(query @ key.T * scale + mask) @ value for each head. Heads are side by side among the channels.
 
@@ -125,7 +137,7 @@ def attention(step, bases):
                     mask_row = mask + n * mask_of_sample + head * mask_of_head + (i + r) * mask_of_query
                     count = min(i + r + 1, key_count) if mask_kind == CAUSAL else key_count
                     _apply_mask(scores + 4 * r * score_width, count, columns, mask_kind, mask_row, mask_of_key)
-                    exponentials(scores + 4 * r * score_width, columns // 16, sums + 4 * r)
+                _exponentials(rows, scores, 4 * score_width, columns // 16, sums)
                 _multiply(rows, scores, 4 * score_width, all_values, value_width, value_width, key_count, results)
                 for r in range(rows):
                     _divide(results + 4 * r * value_width, depth, sums + 4 * r)

@@ -65,13 +65,26 @@ silu, hardswish, gelu, sigmoid, tanh, hardsigmoid = map(
 )
 
 
+_SUMS = 4
+"""Number of sums to which blocks are added in turn: none waits for the addition before it."""
+
+
 def _sum_blocks(b: Any, blocks: Any, result: Any, term: Callable[[Any], Any]) -> None:
     """Write the sum over all blocks of `term`, which returns 16 floats for the byte offset of a block, to `result`."""
-    totals = cgutils.alloca_once(b, FLOATS)
-    b.store(splat(b, 0.0), totals)
-    with cgutils.for_range(b, blocks, intp=INT64) as block:
-        b.store(b.fadd(b.load(totals), term(b.mul(block.index, number(4 * LANES)))), totals)
-    store(b, vectors.reduced(b, b.load(totals), b.fadd), result)
+    totals = [cgutils.alloca_once_value(b, splat(b, 0.0)) for _ in range(_SUMS)]
+    rounds = b.udiv(blocks, number(_SUMS))
+    with cgutils.for_range(b, rounds, intp=INT64) as some:
+        first = b.mul(some.index, number(4 * LANES * _SUMS))
+        for k, total in enumerate(totals):
+            b.store(b.fadd(b.load(total), term(b.add(first, number(4 * LANES * k)))), total)
+    done = b.mul(rounds, number(_SUMS))
+    with cgutils.for_range(b, b.sub(blocks, done), intp=INT64) as block:
+        offset = b.mul(b.add(done, block.index), number(4 * LANES))
+        b.store(b.fadd(b.load(totals[0]), term(offset)), totals[0])
+    sums = [b.load(total) for total in totals]
+    while len(sums) > 1:
+        sums = [b.fadd(*sums[k : k + 2]) for k in range(0, len(sums), 2)]
+    store(b, vectors.reduced(b, sums[0], b.fadd), result)
 
 
 @on_addresses

@@ -88,20 +88,20 @@ def _columns(b: Any, address: Any) -> list[Any]:
 def _add_word(b: Any, many: Any, index: Any, lines: Any, sums: Any) -> None:
     """Add the products of a group of `GROUP` integers of each row."""
     address = b.add(many.weight, b.mul(index, number(GROUP * COLUMNS)))
-    weights = [_group_of_weight(b, b.add(address, number(GROUP * LANES * v))) for v in range(VECTORS)]
+    weights = [group_of_columns(b, b.add(address, number(GROUP * LANES * v))) for v in range(VECTORS)]
     offset = b.mul(index, number(GROUP))
     for line, row in zip(lines, sums, strict=True):
-        values = _group_of_row(b, b.add(line, offset))
+        values = group_of_row(b, b.add(line, offset))
         for total, weight in zip(row, weights, strict=True):
-            b.store(_add_products(b, b.load(total), values, weight), total)
+            b.store(add_group(b, b.load(total), values, weight), total)
 
 
 _PAIRS = ir.VectorType(INT16, 2 * LANES)
 """Two integers of each of 16 sums."""
 
 
-def _group_of_row(b: Any, address: Any) -> list[Any]:
-    """Vectors that `_add_products` multiplies, of `GROUP` integers of a row, or of each second one."""
+def group_of_row(b: Any, address: Any) -> list[Any]:
+    """Vectors that `add_group` multiplies, of `GROUP` integers of a row, or of each second one."""
     if machine_code.KIND.dot:
         return products.group_of_pixel(b, address)
     pairs = b.bitcast(splat(b, load(b, address, INT32)), _PAIRS)
@@ -109,15 +109,15 @@ def _group_of_row(b: Any, address: Any) -> list[Any]:
     return [b.and_(pairs, low), b.lshr(pairs, shift)]
 
 
-def _group_of_weight(b: Any, address: Any) -> list[Any]:
-    """Vectors that `_add_products` multiplies, of `GROUP` adjacent weights of each of 16 columns."""
+def group_of_columns(b: Any, address: Any) -> list[Any]:
+    """Vectors that `add_group` multiplies, of `GROUP` adjacent weights of each of 16 columns."""
     if machine_code.KIND.dot:
         return [load(b, address, INTS)]
     pairs, shift = load(b, address, _PAIRS), ir.Constant(_PAIRS, [8] * (2 * LANES))
     return [b.ashr(b.shl(pairs, shift), shift), b.ashr(pairs, shift)]
 
 
-def _add_products(b: Any, total: Any, xs: list[Any], weights: list[Any]) -> Any:
+def add_group(b: Any, total: Any, xs: list[Any], weights: list[Any]) -> Any:
     """Add the products of two groups to 16 sums."""
     if machine_code.KIND.dot:
         return products.add_products(b, total, xs, weights)

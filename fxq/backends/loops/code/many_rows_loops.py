@@ -15,10 +15,12 @@ from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
 
-__all__ = ["COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
+__all__ = ["ARRANGED", "COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
 IS_FASTER = machine_code.KIND.bits >= 256
 """Whether the loop is faster than a product of floats. Kinds of CPU with narrower vectors have not been measured."""
 X_OFFSET = np.float32(machine_code.KIND.x_offset)
+ARRANGED = 8
+"""Kind of int8 weights that are stored as tiles read them: (tiles, words, COLUMNS, 4), and zeros after the last row."""
 _WORDS = CHUNK // 4
 """Words of four integers that are unpacked at once. They have one zero point."""
 
@@ -73,14 +75,17 @@ def _unpack_other(bits, weight, row_bytes, count, zeros, block, of_row, out):
 
 
 @helper
-def _unpack(kind, weight, row_bytes, count, zeros, block, of_row, out):
-    """Write `count` rows of a weight without their zero points to `out`, int32 (words, COLUMNS)."""
+def _weight_of_tile(kind, weight, row_bytes, count, zeros, block, of_row, out):
+    """Address of `count` rows of a weight without their zero points, int32 (words, COLUMNS), which may be `out`."""
+    if kind == ARRANGED:
+        return weight
     if kind >= UNPACKED:
         _unpack_other(kind - UNPACKED, weight, row_bytes, count, zeros, block, of_row, out)
     elif kind >= SIGNED4:
         _unpack4(weight, row_bytes, count, 0x88888888 if kind == SIGNED4 else 0, zeros, block, out)
     else:
         _unpack8(weight, row_bytes, count, out)
+    return _address(out)
 
 
 class PartField(IntEnum):
@@ -91,7 +96,7 @@ class PartField(IntEnum):
     ZEROS = 2  # address of the zero points of packed values, uint8 (outputs, scales)
     BIAS = 3  # address of float32 (outputs,)
     ONES = 4  # address of the sums of the rows of the weight, float32 (outputs,)
-    KIND = 5  # of `few_rows_loops`; values of 8 bits are int8
+    KIND = 5  # of `few_rows_loops`, where values of 8 bits are int8, or ARRANGED
     COLUMNS = 6  # number of values of a row of the weight
     OUTPUTS = 7
     ROW_BYTES = 8
@@ -140,14 +145,16 @@ def many_integers_part(part, _count, call):
         grids[r, 1] = X_OFFSET - x_zero[r * call[CallField.ZERO_STEP]]
     unpacked, numbers = np.zeros((words, COLUMNS), np.int32), np.zeros((scales + 2, COLUMNS), np.float32)
     scratch, of_row = np.empty((ROWS, COLUMNS), np.float32), np.empty(words, np.int32)
-    at_unpacked, at_numbers, at_grids = _address(unpacked), _address(numbers), _address(grids)
+    at_numbers, at_grids = _address(numbers), _address(grids)
     for column in range(part[PartField.FIRST], end, COLUMNS):
         count = min(COLUMNS, end - column)
         for c in range(count):
             for k in range(scales):
                 numbers[k, c] = scale[column + c, k]
             numbers[scales, c], numbers[scales + 1, c] = ones[column + c], bias[column + c]
-        _unpack(kind, weight + row_bytes * column, row_bytes, count, zeros[column:], block, of_row, unpacked)
+        of_tile = _weight_of_tile(
+            kind, weight + row_bytes * column, row_bytes, count, zeros[column:], block, of_row, unpacked
+        )  # fmt: skip
         target, target_bytes = out + 4 * column, 4 * outputs
         for first in range(0, rows, ROWS):
             r = min(first, rows - ROWS)  # the last tile may compute rows of the one before again
@@ -157,7 +164,7 @@ def many_integers_part(part, _count, call):
                 target, target_bytes = _address(scratch), 4 * COLUMNS
             many_rows(
                 ManyRows(
-                    x + columns * r, columns, at_unpacked, words, (block + 3) // 4, at_numbers, at_grids + 8 * r,
+                    x + columns * r, columns, of_tile, words, (block + 3) // 4, at_numbers, at_grids + 8 * r,
                     at_numbers + 4 * COLUMNS * scales, at_numbers + 4 * COLUMNS * (scales + 1), target, target_bytes,
                 )
             )  # fmt: skip

@@ -10,8 +10,6 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.dot_product import dot
-from fxq.backends.loops.code.memory_loops import bytes_, ints, shorts
 from fxq.backends.loops.code.row_loops import scale_products as scale_products
 from fxq.backends.loops.code.row_loops import scale_sums as scale_sums
 
@@ -51,7 +49,7 @@ def _tanh(x):
 
 
 @helper
-def _quantize_state(h, integers, qmax, step, min_range):
+def quantize_state(h, integers, qmax, step, min_range):
     """Quantize the state of one sample as `recurrent_steps.round_state` does, and return the factor of its products."""
     size = _f(1)
     factor = _f(1) / step
@@ -75,37 +73,7 @@ def keep(h, integers, sizes, samples, width, qmax, step, min_range):
     """Quantize a state, float32 (samples, width), to uint8. `sizes` gets the factor of each sample's products."""
     h, integers, sizes = carray(h, (samples, width)), carray(integers, (samples, width)), carray(sizes, samples)
     for n in range(samples):
-        sizes[n] = _quantize_state(h[n], integers[n], qmax, step, min_range)
-
-
-MULTIPLY_FIELDS = 6
-"""Number of integers that describe a product, see `multiply`."""
-
-
-@compiled("i64* i i64*")
-def multiply(parts, count, fields):
-    """Multiply the state of one sample by rows of a weight.
-
-    Args:
-        parts: int64 (count, 2): first row of the weight of each part, and end.
-        count: Number of parts.
-        fields: In order:
-            * address of the state, uint8 (width,), and width;
-            * address of memory for the state, int16 (columns,), overwritten, with zeros from `width` on;
-            * address of the weight, int8 (rows, columns);
-            * address of the sums, int32 (rows,), written;
-            * columns, at least `width`, a multiple of `MULTIPLE`.
-    """
-    parts, fields = carray(parts, (count, 2)), carray(fields, MULTIPLY_FIELDS)
-    width, wide, weight, columns = fields[1], fields[2], fields[3], fields[5]
-    integers, state = carray(bytes_(fields[0]), width), carray(shorts(wide), width)
-    for k in range(width):
-        state[k] = integers[k]
-    for p in range(count):
-        first, end = parts[p, 0], parts[p, 1]
-        sums = carray(ints(fields[4]), end)
-        for j in range(first, end):
-            sums[j] = dot(wide, weight + j * columns, columns)
+        sizes[n] = quantize_state(h[n], integers[n], qmax, step, min_range)
 
 
 @compiled("f* f* f* u8* f* i i f f f")
@@ -133,7 +101,7 @@ def lstm(gates, cell, h, integers, sizes, samples, hidden, qmax, step, min_range
         for j in range(hidden):
             c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * _tanh(_f(-0.5) * g[j])
             y[j] = _sigmoid(o[j]) * _tanh(c[j])
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
 
 
 @compiled("f* f* f* f* u8* f* i i f f f")
@@ -153,7 +121,7 @@ def gru(gates, new, last, h, integers, sizes, samples, hidden, qmax, step, min_r
         for j in range(hidden):
             value = _tanh(x[j] + _sigmoid(reset[j]) * state_part[j])
             y[j] = value + _sigmoid(update[j]) * (before[j] - value)
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
 
 
 @compiled("f* i f* u8* f* i i f f f")
@@ -169,4 +137,4 @@ def rnn(gates, is_tanh, h, integers, sizes, samples, hidden, qmax, step, min_ran
         gate, y = gates[n], h[n]
         for j in range(hidden):
             y[j] = _tanh(gate[j]) if is_tanh else (_f(0) if gate[j] < _f(0) else gate[j])
-        sizes[n] = _quantize_state(y, integers[n], qmax, step, min_range)
+        sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)

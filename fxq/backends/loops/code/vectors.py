@@ -65,6 +65,13 @@ def load_some(b: Any, address: Any, is_read: Any) -> Any:
     return call_intrinsic(b, f"llvm.masked.load.v{lanes}f32.p0v{lanes}f32", kind, values)
 
 
+def store_some(b: Any, value: Any, address: Any, is_written: Any) -> None:
+    """Store those floats of a vector at an address whose lanes are true in `is_written`; other memory stays."""
+    lanes = value.type.count
+    values = [value, b.inttoptr(address, value.type.as_pointer()), ir.Constant(INT32, 4), is_written]
+    call_intrinsic(b, f"llvm.masked.store.v{lanes}f32.p0v{lanes}f32", ir.VoidType(), values)
+
+
 def prefetch(b: Any, address: Any, level: int = 1) -> None:
     """Fetch the cache line at an address into the first- or second-level cache. Any address is allowed."""
     to_read, locality, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
@@ -172,7 +179,7 @@ def _inverse(b: Any, x: Any) -> Any:
     return multiply_add(b, y, multiply_add(b, b.fneg(x), y, 1.0), y)
 
 
-def _polynomial(b: Any, x: Any, first: float, *coefficients: float) -> Any:
+def polynomial(b: Any, x: Any, first: float, *coefficients: float) -> Any:
     """Evaluate a polynomial with Horner's rule. Coefficients start with that of the highest power."""
     y = splat(b, first)
     for coefficient in coefficients:
@@ -188,7 +195,7 @@ def power_of_two(b: Any, x: Any) -> Any:
     power = clamp_keep_nan(b, x, splat(b, -_MAX_EXPONENT), splat(b, _MAX_EXPONENT))
     whole = call_intrinsic(b, "llvm.rint.v16f32", FLOATS, [power])
     # least relative error for |r| <= 1/2 among polynomials that are 1 at 0, found by a linear program
-    y = _polynomial(
+    y = polynomial(
         b, b.fsub(power, whole), 1.32546024e-3, 9.67199918e-3, 5.55077932e-2, 2.40222319e-1, 6.93146930e-1, 1.0
     )
     if machine_code.KIND.has_avx512:
@@ -233,11 +240,11 @@ def gelu(b: Any, x: Any) -> Any:
     scaled, end = b.fmul(x, splat(b, 0.7071067811865476)), 3.8325069
     a = clamp(b, scaled, splat(b, -end), splat(b, end))
     square = b.fmul(a, a)
-    numerator = _polynomial(
+    numerator = polynomial(
         b, square,
         2.2905065861350646e-4, 3.4082910107109506e-3, 5.0955695062380861e-2, 1.8520832239976145e-1, 1.128379143519084,
     )  # fmt: skip
-    denominator = _polynomial(
+    denominator = polynomial(
         b, square,
         -1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2,
         1.1098505178285362e-1, 4.9746925110067538e-1, 1.0,

@@ -17,6 +17,7 @@ attention_code = pytest.importorskip(
 machine_code = pytest.importorskip("fxq.backends.loops.code.machine_code")
 
 many_rows, four_rows, one_row = attention_code.many_rows, attention_code.four_rows, attention_code.one_row
+exponentials_of_rows, ROWS_AT_ONCE = attention_code.exponentials_of_rows, attention_code.ROWS_AT_ONCE
 exponentials, transpose_floats = attention_code.exponentials, attention_code.transpose_floats
 TILE_COLUMNS, LANES = attention_code.TILE_COLUMNS, 16
 SIZES = (attention_code.TILE_ROWS, 4, 1)
@@ -38,6 +39,11 @@ def product(which, x, by_row, weight, by_depth, depth, out, to_row):
 @compiled("i i i")
 def run_exponentials(x, blocks, total):
     exponentials(x, blocks, total)
+
+
+@compiled("i i i i")
+def run_exponentials_of_rows(x, by_row, blocks, totals):
+    exponentials_of_rows(x, by_row, blocks, totals)
 
 
 @compiled("i i i i i")
@@ -131,6 +137,18 @@ def test_exponentials(blocks, wide, about, left_out, seed):
     y, total = exponentials_of(x)
     np.testing.assert_allclose(y, exact(x), rtol=6e-6, atol=2.0**-119)  # a step of an exponent near -120, times ln(2)
     np.testing.assert_allclose(total, exact(x).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_rows_at_once_are_as_one_by_one(blocks):
+    """Bit by bit. The memory between two rows does not change."""
+    x = np.full((ROWS_AT_ONCE, LANES * blocks + 3), 77, np.float32)
+    x[:, :-3] = normal(blocks, ROWS_AT_ONCE, LANES * blocks) * np.float32(9)
+    wanted, totals = [exponentials_of(row[:-3]) for row in x], np.empty(ROWS_AT_ONCE, np.float32)
+    run_exponentials_of_rows(x.ctypes.data, x.strides[0], blocks, totals.ctypes.data)
+    for row, total, (y, of_one) in zip(x, totals, wanted, strict=True):
+        np.testing.assert_array_equal(row, [*y, 77, 77, 77])
+        assert total == of_one
 
 
 @pytest.mark.parametrize("lane", range(LANES))

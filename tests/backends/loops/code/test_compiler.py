@@ -110,18 +110,16 @@ def test_pytorch_is_quicker_with_many_threads(threads, few, many, monkeypatch):
 
 def test_threads_call_at_once():
     pytest.importorskip("numba")
-    multiply = compiler.loops("step_loops").multiply
-    weight = torch.randint(-128, 128, (640, 64), dtype=torch.int8)
+    quantize = compiler.loops("row_loops").quantize_rows
     wrong = []
 
     def call(seed):
-        state = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        wide, sums = torch.zeros(64, dtype=torch.int16), torch.empty(640, dtype=torch.int32)
-        part = torch.tensor([[0, len(weight)]])
-        fields = torch.tensor([state.data_ptr(), 64, wide.data_ptr(), weight.data_ptr(), sums.data_ptr(), 64])
+        x = torch.randn(64, 33, generator=torch.Generator().manual_seed(seed))
+        scale, zero, integers = torch.empty(64), torch.empty(64), torch.empty(64, 33, dtype=torch.uint8)
         for _ in range(200):
-            multiply(part.data_ptr(), 1, fields.data_ptr())
-            if not torch.equal(sums, weight.int() @ state.int()):
+            addresses = (tensor.data_ptr() for tensor in (x, scale, zero, integers))
+            quantize(*addresses, 64, 33, 0, 127, 1, 255)
+            if not torch.equal(integers, ((x * (1 / scale[:, None])).round() + 128).to(torch.uint8)):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
