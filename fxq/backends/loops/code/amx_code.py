@@ -339,69 +339,59 @@ def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutp
                 store_lanes(b, b.bitcast(y, INTS), b.add(out, number(4 * LANES * c)), mask)
 
 
-def round_sums(columns: int) -> Any:
-    """Code that rounds sums that are stored: scale and bias include the grid of the result."""
-
-    def code(b, sums, pixels, result):
-        if machine_code.KIND.has_amx:
-            _store_bytes(b, sums, pixels, columns, result, lambda b, block, _: scaling(b, block))
-
-    return on_addresses(code)
-
-
-def prelu_sums(columns: int) -> Any:
-    """Code that applies PReLU to sums that are stored, and quantizes them."""
-
-    def code(b, sums, pixels, result, slope):
-        def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
-            return with_prelu(b, block, b.add(slope, number(4 * LANES * c)))
-
-        if machine_code.KIND.has_amx:
-            _store_bytes(b, sums, pixels, columns, result, make)
-
-    return on_addresses(code)
+def _of_columns(b: Any, columns: Any, code: Callable[[int], None]) -> None:
+    """Emit code for one block and for two, and choose between them when it runs."""
+    if not machine_code.KIND.has_amx:
+        return
+    with b.if_else(b.icmp_unsigned("==", columns, number(BLOCKS_AT_ONCE))) as (two, one):
+        for branch, count in ((two, BLOCKS_AT_ONCE), (one, 1)):
+            with branch:
+                code(count)
 
 
-def residual_sums(columns: int) -> Any:
-    """Code that adds a `Residual` to sums that are stored, and quantizes them."""
-
-    def code(b, sums, pixels, result, residual):
-        def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
-            return with_residual(b, block, residual._replace(x=b.add(residual.x, number(LANES * c))))
-
-        if machine_code.KIND.has_amx:
-            _store_bytes(b, sums, pixels, columns, result, make)
-
-    return on_addresses(code)
+@on_addresses
+def round_sums(b, sums, pixels, columns, result):
+    """Round sums of some blocks, 1 or 2, that are stored: scale and bias include the grid of the result."""
+    _of_columns(b, columns, lambda n: _store_bytes(b, sums, pixels, n, result, lambda b, block, _: scaling(b, block)))
 
 
-def activation_of_sums(function: Callable[[Any, Any], Any], columns: int) -> Any:
+@on_addresses
+def prelu_sums(b, sums, pixels, columns, result, slope):
+    """Apply PReLU to sums that are stored, and quantize them."""
+
+    def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
+        return with_prelu(b, block, b.add(slope, number(4 * LANES * c)))
+
+    _of_columns(b, columns, lambda n: _store_bytes(b, sums, pixels, n, result, make))
+
+
+@on_addresses
+def residual_sums(b, sums, pixels, columns, result, residual):
+    """Add a `Residual` to sums that are stored, and quantize them."""
+
+    def make(b: Any, block: TileOutput, c: int) -> EpilogueCode:
+        return with_residual(b, block, residual._replace(x=b.add(residual.x, number(LANES * c))))
+
+    _of_columns(b, columns, lambda n: _store_bytes(b, sums, pixels, n, result, make))
+
+
+def activation_of_sums(function: Callable[[Any, Any], Any]) -> Any:
     """Code that applies an activation function to sums that are stored, and quantizes them."""
 
-    def code(b, sums, pixels, result):
+    def code(b, sums, pixels, columns, result):
         def make(b: Any, block: TileOutput, _: int) -> EpilogueCode:
             return quantizing(b, block, lambda _, y: function(b, y))
 
-        if machine_code.KIND.has_amx:
-            _store_bytes(b, sums, pixels, columns, result, make)
+        _of_columns(b, columns, lambda n: _store_bytes(b, sums, pixels, n, result, make))
 
     return on_addresses(code)
 
 
-def float_sums(columns: int) -> Any:
-    """Code that scales sums that are stored, and clamps them: floats, `count` of the columns."""
-
-    def code(b, sums, pixels, result, count):
-        if machine_code.KIND.has_amx:
-            _store_floats(b, sums, pixels, columns, result, count)
-
-    return on_addresses(code)
+@on_addresses
+def float_sums(b, sums, pixels, columns, result, count):
+    """Scale sums that are stored, and clamp them: floats, `count` of the 16 or 32 columns."""
+    _of_columns(b, columns, lambda n: _store_floats(b, sums, pixels, n, result, count))
 
 
 one_by_one, one_by_two, two_by_one, two_by_two = (sums_of_tiles(r, c) for r in (1, 2) for c in (1, 2))
-round_one, round_two = map(round_sums, (1, 2))
-prelu_one, prelu_two = map(prelu_sums, (1, 2))
-residual_one, residual_two = map(residual_sums, (1, 2))
-float_one, float_two = map(float_sums, (1, 2))
-silu_one, hardswish_one, gelu_one = (activation_of_sums(function, 1) for function in vectors.LAYER_FUNCTIONS)
-silu_two, hardswish_two, gelu_two = (activation_of_sums(function, 2) for function in vectors.LAYER_FUNCTIONS)
+silu_sums, hardswish_sums, gelu_sums = map(activation_of_sums, vectors.LAYER_FUNCTIONS)

@@ -23,23 +23,16 @@ from fxq.backends.loops.code.amx_code import (
     TilesInput,
     configure,
     copy_run,
-    float_one,
-    float_two,
-    gelu_one,
-    gelu_two,
-    hardswish_one,
-    hardswish_two,
+    float_sums,
+    gelu_sums,
+    hardswish_sums,
     one_by_one,
     one_by_two,
-    prelu_one,
-    prelu_two,
+    prelu_sums,
     release,
-    residual_one,
-    residual_two,
-    round_one,
-    round_two,
-    silu_one,
-    silu_two,
+    residual_sums,
+    round_sums,
+    silu_sums,
     two_by_one,
     two_by_two,
 )
@@ -118,37 +111,20 @@ def _finish_pixels(step, k, pixels, sums, floats, result, residual):
 
 
 @inlined
-def _finish_one(code, function, sums, pixels, result, slope, residual):
-    """Write the bytes of one block. `code`: see `layer_loops.py`."""
+def _finish_bytes(code, function, sums, pixels, columns, result, slope, residual):
+    """Write the bytes of one or two blocks. `code`: see `layer_loops.py`."""
     if code == ROUND:
-        round_one(sums, pixels, result)
+        round_sums(sums, pixels, columns, result)
     elif code == ADD_RESIDUAL:
-        residual_one(sums, pixels, result, residual)
+        residual_sums(sums, pixels, columns, result, residual)
     elif code == APPLY_PRELU:
-        prelu_one(sums, pixels, result, slope)
+        prelu_sums(sums, pixels, columns, result, slope)
     elif function == SILU:
-        silu_one(sums, pixels, result)
+        silu_sums(sums, pixels, columns, result)
     elif function == HARDSWISH:
-        hardswish_one(sums, pixels, result)
+        hardswish_sums(sums, pixels, columns, result)
     else:
-        gelu_one(sums, pixels, result)
-
-
-@inlined
-def _finish_two(code, function, sums, pixels, result, slope, residual):
-    """Write the bytes of two blocks. `code`: see `layer_loops.py`."""
-    if code == ROUND:
-        round_two(sums, pixels, result)
-    elif code == ADD_RESIDUAL:
-        residual_two(sums, pixels, result, residual)
-    elif code == APPLY_PRELU:
-        prelu_two(sums, pixels, result, slope)
-    elif function == SILU:
-        silu_two(sums, pixels, result)
-    elif function == HARDSWISH:
-        hardswish_two(sums, pixels, result)
-    else:
-        gelu_two(sums, pixels, result)
+        gelu_sums(sums, pixels, columns, result)
 
 
 @helper
@@ -186,14 +162,9 @@ def _finish_blocks(step, bases, k, columns, tile, rows, sums, floats):
             added = Residual(residual.x + LANES * c if residual_places else 0, residual.places, residual.grid)
             _finish_pixels(step, k + c, pixels, sums + PIXELS_AT_ONCE * ROW_BYTES * c, floats, of_block, added)
     elif code == STORE_FLOATS:
-        if columns == 2:
-            float_two(sums, pixels, result, step[AmxField.CHANNELS] - LANES * k)
-        else:
-            float_one(sums, pixels, result, step[AmxField.CHANNELS] - LANES * k)
-    elif columns == 2:
-        _finish_two(code, function, sums, pixels, result, step[AmxField.SLOPE] + offset, residual)
+        float_sums(sums, pixels, columns, result, step[AmxField.CHANNELS] - LANES * k)
     else:
-        _finish_one(code, function, sums, pixels, result, step[AmxField.SLOPE] + offset, residual)
+        _finish_bytes(code, function, sums, pixels, columns, result, step[AmxField.SLOPE] + offset, residual)
 
 
 @helper
