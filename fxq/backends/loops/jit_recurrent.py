@@ -27,7 +27,9 @@ class _InputProduct(DynamicLinear):
 
 
 class JitRecurrent(RecurrentKernel):
-    """Recurrent layer without projection in compiled loops, whose sums are exact on any CPU.
+    """Recurrent layer without projection: its time steps are a compiled loop, whose sums are exact on any CPU.
+
+    The product of the input is a compiled loop, too, unless it is small.
 
     Args: see `RecurrentKernel`.
     """

@@ -188,7 +188,7 @@ def _scales_and_zeros(stored: StoredWeight, group: int) -> Tensor:
     middle = torch.tensor(0.0 if stored.packing.signed else float(_MIDDLE))
     zero_point = middle.new_zeros(()) if stored.zero_point is None else stored.zero_point.to(torch.float32)
     if stored.block is None:
-        scale, zero_point = torch.ones(outputs, groups), zero_point.expand(outputs).view(-1, 1)
+        scale, zero_point = torch.ones(outputs, groups, dtype=torch.float32), zero_point.expand(outputs).view(-1, 1)
     else:
         assert stored.scale is not None  # otherwise `bfloat16_refused` refuses it
         scale = stored.scale.to(torch.float32)

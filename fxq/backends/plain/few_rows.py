@@ -58,7 +58,11 @@ class FewRowsProduct:
         starts = torch.arange(0, chunks, span, device="cpu").view(-1, 1) * _CHUNK
         starts = starts + torch.arange(halves, device="cpu") * row_bytes
         places = (4 * (starts // block).clamp_(max=scales - 1)).to(torch.int32)
-        bias = torch.zeros(outputs, device="cpu") if bias is None else bias.to(torch.float32).contiguous()
+        bias = (
+            torch.zeros(outputs, dtype=torch.float32, device="cpu")
+            if bias is None
+            else bias.to(torch.float32).contiguous()
+        )
         if packing is None:
             kind = loops.SIGNED8 if stored.values.dtype == torch.int8 else loops.UNSIGNED8
         else:
@@ -88,7 +92,9 @@ class FewRowsProduct:
         """Sum of each row of the weight, float32 (O,)."""
         if self._ones is None:
             outputs, columns = self._after[1], self._after[0]
-            buffer = torch.empty(min(outputs, -(-_SUMMED_ELEMENTS // columns)), columns, device="cpu")
+            buffer = torch.empty(
+                min(outputs, -(-_SUMMED_ELEMENTS // columns)), columns, dtype=torch.float32, device="cpu"
+            )
             pieces = [self.floats(i, buffer[: outputs - i]).double().sum(1) for i in range(0, outputs, len(buffer))]
             self._ones = torch.cat(pieces).to(torch.float32)
         return self._ones

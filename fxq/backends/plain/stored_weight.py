@@ -91,7 +91,7 @@ class StoredWeight:
 
     def empty(self) -> Tensor:
         """Return an uninitialized float32 tensor in the weight's shape."""
-        return torch.empty(len(self.values), *self.row, device=self.values.device)
+        return torch.empty(len(self.values), *self.row, dtype=torch.float32, device=self.values.device)
 
     @cached_property
     def _parts(self) -> list[ScaledPart]:

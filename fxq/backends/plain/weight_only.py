@@ -210,7 +210,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
         if len(pieces) == 1:
             y = F.linear(x, convert(pieces[0], pieces[0].empty()), bias)
         else:
-            buffer = torch.empty(shape, device=x.device)
+            buffer = torch.empty(shape, dtype=torch.float32, device=x.device)
             y = torch.cat([F.linear(x, convert(p, buffer[: len(p.values)])) for p in pieces], -1)
             y = y if bias is None else y.add_(bias)
         if scale is None:
@@ -221,7 +221,7 @@ class WeightOnlyLinear(WeightOnlyKernel):
         """Product with pieces of the weight that a compiled loop converts."""
         outputs, columns = len(self.stored_weight().values), self.stored_weight().row[0]
         rows = max(_COMPILED_PIECE_ELEMENTS // columns, 1)
-        buffer = torch.empty(min(rows, outputs), columns, device="cpu")
+        buffer = torch.empty(min(rows, outputs), columns, dtype=torch.float32, device="cpu")
         if rows >= outputs:
             return F.linear(x, product.floats(0, buffer), self.bias)
         starts = range(0, outputs, rows)
@@ -245,7 +245,7 @@ class WeightOnlyExperts(WeightOnlyKernel):
         """float32 (M, K) and the ends of the rows of each expert, int32 (E,) -> float32 (M, N)."""
         x, ends = float_input(x), offs.tolist()
         outputs = len(self.stored_weight().values) // len(ends)
-        y, start = torch.zeros(len(x), outputs, device=x.device), 0
+        y, start = torch.zeros(len(x), outputs, dtype=torch.float32, device=x.device), 0
         for expert, end in enumerate(ends):
             if end > start:
                 y[start:end] = self._expert(expert, outputs)(x[start:end])

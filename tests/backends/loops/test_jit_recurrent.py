@@ -44,6 +44,18 @@ def test_float64(op, samples, inputs, hidden, dynamic):
     assert got.shape == wanted.shape and (off > 1e-4).sum() <= 0.02 * off.numel() and off.amax() < 1e-2
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_another_default_dtype(dynamic):
+    layer, _ = kernel_of(JitRecurrent, "lstm", 8, 20, x=UNIT if dynamic else X, dynamic=dynamic)
+    inputs = activations(9, 3, 8), *([torch.rand(9, 3, 1) / 20] if dynamic else [])
+    want, copied = layer(*inputs), copy.deepcopy(layer)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(copied(*inputs), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_refuses_a_projection():
     with pytest.raises(BackendError, match="its hidden state is projected"):
         kernel_of(JitRecurrent, "lstm", 5, 16, 8)

@@ -101,7 +101,7 @@ class ProductStep(ProgramStep):
             of_block = LANES * len(self.taps) * (self.weight.shape[2] + loops.GROUP)
             wide = loops.X_BYTES * (of_block + self._read_at_once(loops)) + SLACK_BYTES
             return max(usual, int(loops.CONVERTED_AT) + 4 * (self._pixels_at_once(loops) + LANES) + wide)
-        tiles = self._amx_tiles(loops, self.weight)
+        tiles = self._amx_tiles(loops, self.weight[self._slices()[0]])
         return usual if tiles is None else max(usual, int(loops.amx_scratch(tiles.copied, tiles.depth)))
 
     def _pixels_at_once(self, loops: ModuleType) -> int:
@@ -128,12 +128,18 @@ class ProductStep(ProgramStep):
         grid = PixelGrid(counts, steps, first, may_exceed=x.root.base == ARENA)
         return amx_tiles(grid, [x.place(*tap) - x.place(0, 0) for tap in self.taps], weight, x.pixel_stride, loops)
 
-    def rows(self, writer: RowWriter) -> list[list[int]]:
-        columns, wide = len(self.weight), writer.loops.WIDE_CHANNELS
+    def _slices(self) -> list[slice]:
+        """Columns of each row of the step: all of them, or of equal size, those of each place of a window's results."""
+        columns = len(self.weight)
         channels = columns // math.prod(self.out_stride)
-        if self.spread is not None and channels % LANES == 0:
-            begins = range(0, columns, channels)
-            return [self._product_row(writer, slice(k, k + channels), first=self.spread[k]) for k in begins]
+        if self.spread is None or channels % LANES:
+            return [slice(columns)]
+        return [slice(k, k + channels) for k in range(0, columns, channels)]
+
+    def rows(self, writer: RowWriter) -> list[list[int]]:
+        columns, wide, slices = len(self.weight), writer.loops.WIDE_CHANNELS, self._slices()
+        if self.spread is not None and slices != [slice(columns)]:
+            return [self._product_row(writer, part, first=self.spread[part.start]) for part in slices]
         if self.spread is not None:
             places = [self.out.place(r, c) - self.out.place(0, 0) + k for r, c, k in self.spread]
             spread = writer.constant(torch.tensor(places, dtype=torch.int32))

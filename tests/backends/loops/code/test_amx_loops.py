@@ -18,7 +18,9 @@ from fxq.backends.loops import jit_engine
 from fxq.backends.loops.code import compiler
 from fxq.backends.loops.code.step_fields import AmxField
 from fxq.backends.loops.programs import amx_tiles
-from fxq.backends.loops.programs.program_steps import CLAMP, Function
+from fxq.backends.loops.programs.areas import Area
+from fxq.backends.loops.programs.layer_steps import ProductStep
+from fxq.backends.loops.programs.program_steps import CLAMP, Function, RowWriter
 from fxq.backends.loops.programs.split_rows import split_row
 from fxq.common.metrics import sqnr
 from fxq.quant.qparams import QParams
@@ -137,6 +139,24 @@ def test_pixels_are_copied_if_that_takes_less_time():
     few, many = (check_amx((1, 32, 32, 3), columns, (3, 3), room=3) for columns in (16, 640))
     assert few[AmxField.X_STEP] == 3 and few[AmxField.RUN_COUNT] == few[AmxField.DEPTH] * 3 == 3
     assert many[AmxField.X_STEP] == 0 and many[AmxField.DEPTH] == 1 and many[AmxField.GROUPS] == 3
+
+
+@pytest.mark.parametrize(("channels", "images"), [(256, 8), (68, 1)])
+def test_scratch_memory_of_transposed_convolutions(channels, images):
+    """Each place of the results of a window has a row, with tiles that differ from those of all columns at once."""
+    places = [(r, c) for r in range(2) for c in range(2)]
+    x, out = Area((images, 4, 4, channels), False, border=(1, 1, 1, 1)), Area((images, 8, 8, 256), False)
+    step = ProductStep(
+        "up", out, grid=GRID, x=x, x_grid=GRID, weight=weights(4 * 256, 4, channels), taps=places, windows=(4, 4),
+        scale=torch.ones(4 * 256), bias=None, first=(-1, -1), out_stride=(2, 2),
+        spread=[(*place, k) for place in places for k in range(256)],
+    )  # fmt: skip
+    loops = loops_with_amx()
+    rows = step.rows(RowWriter(loops))
+    assert len(rows) == 4 and {row[0] for row in rows} == {loops.AMX_PRODUCT}
+    copied = [row[AmxField.TILES_AT_ONCE] if row[AmxField.GROUPS] else 0 for row in rows]
+    needed = [loops.amx_scratch(tiles, row[AmxField.DEPTH]) for tiles, row in zip(copied, rows, strict=True)]
+    assert max(needed) <= step.scratch(loops)
 
 
 @pytest.mark.parametrize("value", [0, 255])
