@@ -288,7 +288,8 @@ def pack_wide(parts: int) -> Any:
 PARTS = (1, 2, 4)
 """Numbers of parts that a register may have."""
 round_1, round_2, round_4 = (wide_tiles(parts) for parts in PARTS)
-silu_1, silu_2, silu_4 = (wide_tiles(parts, vectors.silu) for parts in PARTS)
-hardswish_1, hardswish_2, hardswish_4 = (wide_tiles(parts, vectors.hardswish) for parts in PARTS)
+_SILU, _HARDSWISH, _ = vectors.LAYER_FUNCTIONS
+silu_1, silu_2, silu_4 = (wide_tiles(parts, _SILU) for parts in PARTS)
+hardswish_1, hardswish_2, hardswish_4 = (wide_tiles(parts, _HARDSWISH) for parts in PARTS)
 floats_1, floats_2, floats_4 = map(wide_floats, PARTS)
 pack_1, pack_2, pack_4 = map(pack_wide, PARTS)

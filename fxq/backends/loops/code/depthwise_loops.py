@@ -55,7 +55,7 @@ def _round(parts, tiles):
 
 @helper
 def _silu(parts, tiles):
-    """Compute tiles with SiLU."""
+    """Compute tiles with `SILU`."""
     if parts == 1:
         silu_1(tiles)
     elif parts == 2:
@@ -66,7 +66,7 @@ def _silu(parts, tiles):
 
 @helper
 def _hardswish(parts, tiles):
-    """Compute tiles with hardswish."""
+    """Compute tiles with `HARDSWISH`."""
     if parts == 1:
         hardswish_1(tiles)
     elif parts == 2:
