@@ -343,8 +343,8 @@ def _of_columns(b: Any, columns: Any, code: Callable[[int], None]) -> None:
     """Emit code for one block and for two, and choose between them when it runs."""
     if not machine_code.KIND.has_amx:
         return
-    with b.if_else(b.icmp_unsigned("==", columns, number(BLOCKS_AT_ONCE))) as (two, one):
-        for branch, count in ((two, BLOCKS_AT_ONCE), (one, 1)):
+    with b.if_else(b.icmp_unsigned("==", columns, number(BLOCKS_AT_ONCE))) as (with_two, with_one):
+        for branch, count in ((with_two, BLOCKS_AT_ONCE), (with_one, 1)):
             with branch:
                 code(count)
 
