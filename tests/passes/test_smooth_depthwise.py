@@ -6,6 +6,7 @@ from torch import fx, nn
 
 import fxq
 from fxq.common.metrics import sqnr
+from fxq.errors import BackendError
 from fxq.graph.query import constant, is_op
 from fxq.passes import SmoothDepthwise
 from tests.support.graphs import text
@@ -155,7 +156,7 @@ def test_kernels(backend):
     model, (fresh,) = uneven(), pictures(1, seed=1)
     try:
         qmodel = fxq.quantize(model, FITTED.with_backend(backend), data=pictures(4))
-    except fxq.extend.BackendError as error:
+    except BackendError as error:
         pytest.skip(str(error))
     with torch.no_grad():
         assert sqnr(model(fresh), qmodel(fresh)) > 30  # dB
