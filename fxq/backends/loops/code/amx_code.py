@@ -35,7 +35,7 @@ from fxq.backends.loops.code.epilogue_code import (
     with_prelu,
     with_residual,
 )
-from fxq.backends.loops.code.machine_code import GROUP, on_addresses
+from fxq.backends.loops.code.machine_code import GROUP, choose, on_addresses
 from fxq.backends.loops.code.vectors import INT8, INT16, INT32, INT64, INTS, LANES, load, number, store
 
 TILE_ROWS, ROW_BYTES = 16, 64
@@ -341,12 +341,8 @@ def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutp
 
 def _of_columns(b: Any, columns: Any, code: Callable[[int], None]) -> None:
     """Emit code for one block and for two, and choose between them when it runs."""
-    if not machine_code.KIND.has_amx:
-        return
-    with b.if_else(b.icmp_unsigned("==", columns, number(BLOCKS_AT_ONCE))) as (with_two, with_one):
-        for branch, count in ((with_two, BLOCKS_AT_ONCE), (with_one, 1)):
-            with branch:
-                code(count)
+    if machine_code.KIND.has_amx:
+        choose(b, columns, (1, BLOCKS_AT_ONCE), code)
 
 
 @on_addresses

@@ -15,18 +15,22 @@ All numbers by channel are in the order of the sums, once for each part: see `_w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, products, vectors
+from fxq.backends.loops.code.epilogue_code import VECTORS_PACKED, ByteCode
 from fxq.backends.loops.code.layer_code import accumulators, offset_of_run, pixel_addresses
-from fxq.backends.loops.code.machine_code import on_addresses
-from fxq.backends.loops.code.vectors import FLOAT32, INT8, INT16, INT32, INT64, LANES, load, number, store
+from fxq.backends.loops.code.machine_code import choose, on_addresses
+from fxq.backends.loops.code.vectors import FLOAT32, INT8, INT32, INT64, LANES, load, number, store
 
 RUNS_AT_ONCE = 4
 """Runs that are multiplied at once."""
+PARTS = (1, 2, 4)
+"""Numbers of parts that a register may have."""
 
 
 class WideTiles(NamedTuple):
@@ -162,59 +166,14 @@ def _scaled(b: Any, sums: Sequence[Any], scale: Any, bias: Any) -> list[Any]:
     return [vectors.multiply_add(b, b.sitofp(y, kind), *more) for y, *more in zip(sums, factors, added, strict=True)]
 
 
-class _Grid(NamedTuple):
-    """Vectors of the numbers of `WideTiles.numbers`; the lower bound is uint8 (channels,), others are float32."""
-
-    low: Any
-    high: Any
-    factor: Any
-    zero: Any
+def _grid(b: Any, numbers: Any) -> list[Any]:
+    """Factor and zero point of `WideTiles.numbers`, in all lanes of a vector of floats."""
+    return vectors.bounds(b, b.add(numbers, number(8)), machine_code.KIND.wide_channels // VECTORS_PACKED)
 
 
-def _grid(b: Any, numbers: Any) -> _Grid:
-    channels = machine_code.KIND.wide_channels
-    low, *others = (load(b, numbers, FLOAT32, 4 * k) for k in range(4))
-    vector = vectors.splat(b, b.fptoui(low, INT8), channels)
-    return _Grid(vector, *(vectors.splat(b, y, channels // 4) for y in others))
-
-
-def _quantized(b: Any, values: Sequence[Any], grid: _Grid) -> list[Any]:
+def _quantized(b: Any, values: Sequence[Any], grid: Sequence[Any]) -> list[Any]:
     """Four vectors of floats as real numbers of a grid."""
-    return [vectors.multiply_add(b, y, grid.factor, grid.zero) for y in values]
-
-
-def _integers(b: Any, values: Sequence[Any], grid: _Grid) -> Any:
-    """Bytes of four vectors of floats, in the order of channels, rounded and clamped to the bounds of a grid.
-
-    NaN becomes the lower bound. What is below zero is zero before the lower bound is applied.
-    """
-    within = [b.select(b.fcmp_ordered("<", grid.high, y), grid.high, y) for y in values]
-    result = _packed(b, [_nearest(b, y) for y in within])
-    return b.select(b.icmp_unsigned(">", result, grid.low), result, grid.low)
-
-
-def _nearest(b: Any, y: Any) -> Any:
-    """Nearest int32 of floats below 2**31; of floats below -2**31 and of NaN it is -2**31."""
-    result = ir.VectorType(INT32, y.type.count)
-    if machine_code.KIND.bits == 256:
-        return vectors.call_intrinsic(b, "llvm.x86.avx.cvt.ps2dq.256", result, [y])
-    all_lanes, mode = ir.Constant(INT16, -1), ir.Constant(INT32, 4)  # current rounding mode
-    values = [y, ir.Constant(result, None), all_lanes, mode]
-    return vectors.call_intrinsic(b, "llvm.x86.avx512.mask.cvtps2dq.512", result, values)
-
-
-def _packed(b: Any, integers: Sequence[Any]) -> Any:
-    """Bytes of four vectors of int32 up to 255; 0 for what is below zero.
-
-    Both instructions join two vectors within each 16 bytes of the result.
-    """
-    words, sizes = 2 * integers[0].type.count, ("avx512", ".512") if machine_code.KIND.bits == 512 else ("avx2", "")
-    steps = (("packusdw", ir.VectorType(INT16, words)), ("packuswb", ir.VectorType(INT8, 2 * words)))
-    values = list(integers)
-    for name, result in steps:
-        intrinsic = name.join(("llvm.x86.{}.", "{}")).format(*sizes)
-        values = [vectors.call_intrinsic(b, intrinsic, result, values[k : k + 2]) for k in range(0, len(values), 2)]
-    return values[0]
+    return [vectors.multiply_add(b, y, *grid) for y in values]
 
 
 def _applied(b: Any, values: Sequence[Any], function: Callable[[Any, Any], Any]) -> list[Any]:
@@ -229,67 +188,68 @@ def _applied(b: Any, values: Sequence[Any], function: Callable[[Any, Any], Any])
     return results
 
 
-def wide_tiles(parts: int, function: Callable[[Any, Any], Any] | None = None) -> Any:
+def _of_parts(b: Any, parts: Any, code: Callable[[int], None]) -> None:
+    """Emit code for each number of parts that registers may have, and choose between them when it runs."""
+    allowed = [count for count in PARTS if allows(machine_code.KIND, count)]
+    if allowed:
+        choose(b, parts, allowed, code)
+
+
+def wide_tiles(function: Callable[[Any, Any], Any] | None = None) -> Any:
     """Code that computes tiles and writes their integers.
 
     Without a function, scale and bias include the grid of the result.
     """
 
-    def code(b, tiles):
-        if not allows(machine_code.KIND, parts):
-            return
-        pixels = tile_pixels(machine_code.KIND, parts)
-        grid = _grid(b, tiles.numbers)
-        with cgutils.for_range(b, tiles.count, intp=INT64) as tile:
-            offset = b.mul(tile.index, number(4 * pixels))
-            bases = pixel_addresses(b, tiles.x, b.add(tiles.places, offset), pixels)
-            rows = _wide_sums(b, parts, tiles, bases)
-            lines = pixel_addresses(b, tiles.out, b.add(tiles.out_places, offset), pixels)
-            for k, sums in enumerate(rows):
-                values = _scaled(b, sums, tiles.scale, tiles.bias)
-                if function is not None:
-                    values = _quantized(b, _applied(b, values, function), grid)
-                _scatter(b, _integers(b, values, grid), lines[parts * k : parts * (k + 1)])
+    def code(b, parts, tiles):
+        def of_parts(count: int) -> None:
+            pixels = tile_pixels(machine_code.KIND, count)
+            to_bytes = ByteCode(b, tiles.numbers, machine_code.KIND.wide_channels // VECTORS_PACKED)
+            grid = _grid(b, tiles.numbers)
+            with cgutils.for_range(b, tiles.count, intp=INT64) as tile:
+                offset = b.mul(tile.index, number(4 * pixels))
+                bases = pixel_addresses(b, tiles.x, b.add(tiles.places, offset), pixels)
+                rows = _wide_sums(b, count, tiles, bases)
+                lines = pixel_addresses(b, tiles.out, b.add(tiles.out_places, offset), pixels)
+                for k, sums in enumerate(rows):
+                    values = _scaled(b, sums, tiles.scale, tiles.bias)
+                    if function is not None:
+                        values = _quantized(b, _applied(b, values, function), grid)
+                    _scatter(b, to_bytes.interleaved(values), lines[count * k : count * (k + 1)])
+
+        _of_parts(b, parts, of_parts)
 
     return on_addresses(code, is_called=True)
 
 
-def wide_floats(parts: int) -> Any:
-    """Code that stores the scaled sums of the first of some tiles: float32 (registers, channels)."""
+@partial(on_addresses, is_called=True)
+def wide_floats(b, parts, tiles, out):
+    """Store the scaled sums of the first of some tiles: float32 (registers, channels)."""
 
-    def code(b, tiles, out):
-        if not allows(machine_code.KIND, parts):
-            return
-        bases = pixel_addresses(b, tiles.x, tiles.places, tile_pixels(machine_code.KIND, parts))
-        for k, sums in enumerate(_wide_sums(b, parts, tiles, bases)):
+    def of_parts(count: int) -> None:
+        bases = pixel_addresses(b, tiles.x, tiles.places, tile_pixels(machine_code.KIND, count))
+        for k, sums in enumerate(_wide_sums(b, count, tiles, bases)):
             for v, y in enumerate(_scaled(b, sums, tiles.scale, tiles.bias)):
                 store(b, y, b.add(out, number(4 * y.type.count * (4 * k + v))))
 
-    return on_addresses(code, is_called=True)
+    _of_parts(b, parts, of_parts)
 
 
-def pack_wide(parts: int) -> Any:
-    """Code that quantizes the floats of a tile, in the order of `wide_floats`, and writes their integers."""
+@on_addresses
+def pack_wide(b, parts, tiles, floats):
+    """Quantize the floats of a tile, in the order of `wide_floats`, and write their integers."""
 
-    def code(b, tiles, floats):
-        if not allows(machine_code.KIND, parts):
-            return
+    def of_parts(count: int) -> None:
         channels = machine_code.KIND.wide_channels
-        kind = ir.VectorType(FLOAT32, channels // 4)
+        kind, to_bytes = ir.VectorType(FLOAT32, channels // 4), ByteCode(b, tiles.numbers, channels // VECTORS_PACKED)
         grid = _grid(b, tiles.numbers)
-        lines = pixel_addresses(b, tiles.out, tiles.out_places, tile_pixels(machine_code.KIND, parts))
-        for k in range(registers_of(machine_code.KIND, parts)):
+        lines = pixel_addresses(b, tiles.out, tiles.out_places, tile_pixels(machine_code.KIND, count))
+        for k in range(registers_of(machine_code.KIND, count)):
             values = [load(b, floats, kind, channels * (4 * k + v)) for v in range(4)]
-            _scatter(b, _integers(b, _quantized(b, values, grid), grid), lines[parts * k : parts * (k + 1)])
+            integers = to_bytes.interleaved(_quantized(b, values, grid))
+            _scatter(b, integers, lines[count * k : count * (k + 1)])
 
-    return on_addresses(code)
+    _of_parts(b, parts, of_parts)
 
 
-PARTS = (1, 2, 4)
-"""Numbers of parts that a register may have."""
-round_1, round_2, round_4 = (wide_tiles(parts) for parts in PARTS)
-_SILU, _HARDSWISH, _ = vectors.LAYER_FUNCTIONS
-silu_1, silu_2, silu_4 = (wide_tiles(parts, _SILU) for parts in PARTS)
-hardswish_1, hardswish_2, hardswish_4 = (wide_tiles(parts, _HARDSWISH) for parts in PARTS)
-floats_1, floats_2, floats_4 = map(wide_floats, PARTS)
-pack_1, pack_2, pack_4 = map(pack_wide, PARTS)
+round_wide, (silu_wide, hardswish_wide, _) = wide_tiles(), map(wide_tiles, vectors.LAYER_FUNCTIONS)

@@ -6,23 +6,13 @@ from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.depthwise_code import (
     PARTS,
     WideTiles,
-    floats_1,
-    floats_2,
-    floats_4,
-    hardswish_1,
-    hardswish_2,
-    hardswish_4,
-    pack_1,
-    pack_2,
-    pack_4,
+    hardswish_wide,
+    pack_wide,
     registers_of,
-    round_1,
-    round_2,
-    round_4,
-    silu_1,
-    silu_2,
-    silu_4,
+    round_wide,
+    silu_wide,
     tile_pixels,
+    wide_floats,
 )
 from fxq.backends.loops.code.machine_code import KIND, WIDE_CHANNELS
 from fxq.backends.loops.code.memory_loops import CLAMP, HARDSWISH, PRELU, SILU, address_of, apply_function, scratch_of
@@ -43,61 +33,6 @@ _REGISTERS_1, _REGISTERS_2, _REGISTERS_4 = _REGISTERS
 
 
 @helper
-def _round(parts, tiles):
-    """Compute tiles; scale and bias include the grid of the result."""
-    if parts == 1:
-        round_1(tiles)
-    elif parts == 2:
-        round_2(tiles)
-    else:
-        round_4(tiles)
-
-
-@helper
-def _silu(parts, tiles):
-    """Compute tiles with `SILU`."""
-    if parts == 1:
-        silu_1(tiles)
-    elif parts == 2:
-        silu_2(tiles)
-    else:
-        silu_4(tiles)
-
-
-@helper
-def _hardswish(parts, tiles):
-    """Compute tiles with `HARDSWISH`."""
-    if parts == 1:
-        hardswish_1(tiles)
-    elif parts == 2:
-        hardswish_2(tiles)
-    else:
-        hardswish_4(tiles)
-
-
-@helper
-def _store_floats(parts, tiles, floats):
-    """Store the scaled sums of a tile."""
-    if parts == 1:
-        floats_1(tiles, floats)
-    elif parts == 2:
-        floats_2(tiles, floats)
-    else:
-        floats_4(tiles, floats)
-
-
-@helper
-def _pack(parts, tiles, floats):
-    """Write the integers of a tile of floats."""
-    if parts == 1:
-        pack_1(tiles, floats)
-    elif parts == 2:
-        pack_2(tiles, floats)
-    else:
-        pack_4(tiles, floats)
-
-
-@helper
 def _sizes(parts):
     """Pixels and registers of a tile."""
     if parts == 1:
@@ -115,13 +50,13 @@ def _apply(parts, tiles, function, slope, floats):
             tiles.x, tiles.places + here, tiles.out, tiles.out_places + here, 1, tiles.runs, tiles.fours, tiles.last,
             tiles.weight, tiles.start, tiles.scale, tiles.bias, tiles.numbers,
         )  # fmt: skip
-        _store_floats(parts, tile, floats)
+        wide_floats(parts, tile, floats)
         if function == PRELU:
             for v in range(_VECTORS * registers):
                 apply_function(function, floats + 64 * v, LANES, slope + 64 * (v % _VECTORS), tiles.numbers)
         else:
             apply_function(function, floats, WIDE_CHANNELS * registers, slope, tiles.numbers)
-        _pack(parts, tile, floats)
+        pack_wide(parts, tile, floats)
 
 
 @helper
@@ -139,10 +74,10 @@ def depthwise(step, bases):
             step[DepthwiseField.SCALE] + offset, step[DepthwiseField.BIAS] + offset, step[DepthwiseField.NUMBERS],
         )  # fmt: skip
         if function == CLAMP:
-            _round(parts, tiles)
+            round_wide(parts, tiles)
         elif function == SILU and _APPLIES_SILU:
-            _silu(parts, tiles)
+            silu_wide(parts, tiles)
         elif function == HARDSWISH:
-            _hardswish(parts, tiles)
+            hardswish_wide(parts, tiles)
         else:
             _apply(parts, tiles, function, step[DepthwiseField.SLOPE] + offset, scratch_of(bases))

@@ -11,9 +11,7 @@ from fxq.backends.loops.code import machine_code, vectors
 from fxq.backends.loops.code.vectors import FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, splat
 
 VECTORS_PACKED = 4
-"""Vectors of 16 results that become 64 bytes together."""
-_ABOVE_BYTES = 4096.0
-"""Float that is larger than all bytes, and fits into int16 like all smaller ones."""
+"""Vectors of floats that become bytes together."""
 
 
 class TileOutput(NamedTuple):
@@ -91,48 +89,58 @@ def with_residual(b: Any, result: TileOutput, residual: Residual) -> EpilogueCod
 
 
 class ByteCode:
-    """Code that clamps and rounds floats to bytes.
+    """Code that clamps and rounds vectors of floats to bytes. NaN becomes the lower bound.
 
     Args:
         b: LLVM builder.
         numbers: Address of float32: lower and upper bound, whole numbers from 0 to 255.
+        lanes: Floats of a vector.
     """
 
-    def __init__(self, b: Any, numbers: Any) -> None:
+    def __init__(self, b: Any, numbers: Any, lanes: int = LANES) -> None:
         self._b = b
-        self._bounds = vectors.bounds(b, numbers)
-        bounds = [b.fptoui(load(b, numbers, vectors.FLOAT32, 4 * k), INT8) for k in (0, 1)]
-        self._byte_bounds = [splat(b, bound, LANES * VECTORS_PACKED) for bound in bounds]
+        self._bounds = vectors.bounds(b, numbers, lanes)
+        lowest = b.fptoui(load(b, numbers, vectors.FLOAT32), INT8)
+        self._lowest = splat(b, lowest, VECTORS_PACKED * lanes)
 
     def one(self, y: Any) -> Any:
-        """16 bytes of a vector of floats. NaN becomes the lower bound."""
+        """16 bytes of a vector of 16 floats."""
         return vectors.rounded(self._b, vectors.clamp(self._b, y, *self._bounds))
 
     def four(self, floats: Sequence[Any]) -> list[Any]:
-        """16 bytes of each of four vectors of floats. NaN becomes the lower bound."""
+        """16 bytes of each of four vectors of 16 floats."""
         if not machine_code.KIND.has_avx512:
             return [self.one(y) for y in floats]
         packed = self.together(floats)
-        return [
-            vectors.lanes_of(self._b, packed, packed, range(LANES * k, LANES * (k + 1))) for k in range(len(floats))
-        ]
+        parts = [range(first, first + LANES) for first in range(0, VECTORS_PACKED * LANES, LANES)]
+        return [vectors.lanes_of(self._b, packed, packed, part) for part in parts]
 
     def together(self, floats: Sequence[Any]) -> Any:
-        """64 bytes of four vectors of floats, one after the other. For CPUs with AVX512."""
-        b, call = self._b, vectors.call_intrinsic
-        integers = [self._integers(y) for y in floats]
-        words, packed = ir.VectorType(INT16, 2 * LANES), ir.VectorType(INT8, 4 * LANES)
-        pairs = [call(b, "llvm.x86.avx512.packssdw.512", words, integers[k : k + 2]) for k in (0, 2)]
-        x = b.bitcast(call(b, "llvm.x86.avx512.packuswb.512", packed, pairs), INTS)
-        # Both instructions join two vectors within each 16 bytes: these have four bytes of each of the four vectors.
+        """64 bytes of four vectors of 16 floats, one after the other. For CPUs with AVX512."""
+        fours = self._b.bitcast(self.interleaved(floats), INTS)
         order = [VECTORS_PACKED * part + vector for vector in range(VECTORS_PACKED) for part in range(4)]
-        x, (low, high) = b.bitcast(vectors.lanes_of(b, x, x, order), packed), self._byte_bounds
-        x = b.select(b.icmp_unsigned(">", x, low), x, low)
-        return b.select(b.icmp_unsigned("<", x, high), x, high)
+        return self._b.bitcast(vectors.lanes_of(self._b, fours, fours, order), ir.VectorType(INT8, 4 * LANES))
 
-    def _integers(self, y: Any) -> Any:
-        """Nearest int32 of 16 floats. Too large ones become a number above 255; too small ones and NaN one below 0."""
-        b, limit = self._b, splat(self._b, _ABOVE_BYTES)
-        y = b.select(b.fcmp_ordered(">", y, limit), limit, y)
-        arguments = [y, ir.Constant(INTS, None), ir.Constant(INT16, -1), ir.Constant(INT32, 4)]
-        return vectors.call_intrinsic(b, "llvm.x86.avx512.mask.cvtps2dq.512", INTS, arguments)
+    def interleaved(self, floats: Sequence[Any]) -> Any:
+        """Bytes of four vectors that fill registers: four of each vector, then the next four. For AVX2 and AVX512.
+
+        The instructions join two vectors within each 16 bytes, and make 0 of what is below.
+        """
+        b, high = self._b, self._bounds[1]
+        values = [_nearest(b, b.select(b.fcmp_ordered("<", high, y), high, y)) for y in floats]
+        words, sizes = 2 * high.type.count, ("avx512", ".512") if machine_code.KIND.bits == 512 else ("avx2", "")
+        for name, kind in (("packusdw", ir.VectorType(INT16, words)), ("packuswb", ir.VectorType(INT8, 2 * words))):
+            intrinsic = name.join(("llvm.x86.{}.", "{}")).format(*sizes)
+            pairs = [values[k : k + 2] for k in range(0, len(values), 2)]
+            values = [vectors.call_intrinsic(b, intrinsic, kind, pair) for pair in pairs]
+        return b.select(b.icmp_unsigned(">", values[0], self._lowest), values[0], self._lowest)
+
+
+def _nearest(b: Any, y: Any) -> Any:
+    """Nearest int32 of floats below 2**31; of floats below -2**31 and of NaN it is -2**31."""
+    result = ir.VectorType(INT32, y.type.count)
+    if machine_code.KIND.bits == 256:
+        return vectors.call_intrinsic(b, "llvm.x86.avx.cvt.ps2dq.256", result, [y])
+    all_lanes, mode = ir.Constant(INT16, -1), ir.Constant(INT32, 4)  # current rounding mode
+    values = [y, ir.Constant(result, None), all_lanes, mode]
+    return vectors.call_intrinsic(b, "llvm.x86.avx512.mask.cvtps2dq.512", result, values)

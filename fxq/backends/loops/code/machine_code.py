@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -72,6 +72,20 @@ def on_addresses(code: Callable[..., None], is_called: bool = False) -> Any:
     function: Any = intrinsic(declared)
     function.emit = code
     return function
+
+
+def choose(b: Any, value: Any, cases: Sequence[int], code: Callable[[int], None]) -> None:
+    """Emit `code(case)` for each case. When it runs, an int64 chooses the case; other numbers choose the last one."""
+    blocks = [b.append_basic_block(f"case{case}") for case in cases]
+    end = b.append_basic_block("end")
+    switch = b.switch(value, blocks[-1])
+    for case, block in zip(cases[:-1], blocks, strict=False):
+        switch.add_case(ir.Constant(ir.IntType(64), case), block)
+    for case, block in zip(cases, blocks, strict=True):
+        b.position_at_end(block)
+        code(case)
+        b.branch(end)
+    b.position_at_end(end)
 
 
 def _function(b: Any, count: int) -> Any:

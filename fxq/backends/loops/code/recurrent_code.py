@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, vectors
-from fxq.backends.loops.code.machine_code import GROUP, on_addresses
+from fxq.backends.loops.code.machine_code import GROUP, choose, on_addresses
 from fxq.backends.loops.code.many_rows_code import add_group, group_of_columns, group_of_row
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT32, INT64, INTS, LANES, load, number, splat
 
@@ -158,34 +159,36 @@ def _total(b: Any, sums: Sequence[Any]) -> Any:
     return total
 
 
-def _step(kind: str, samples: int) -> Callable[..., None]:
-    """Code that computes 16 units of a kind of layer for some samples."""
+def _step(b: Any, kind: str, samples: int, units: Units) -> None:
+    """Compute 16 units of a kind of layer for some samples."""
     gates, new_state = CELLS[kind]
-
-    def code(b: Any, units: Any) -> None:
-        lanes = ir.Constant(INTS, list(range(LANES)))
-        exists = b.icmp_signed("<", lanes, splat(b, b.trunc(units.count, INT32)))
-        scales = [load(b, units.scale, FLOATS, 4 * LANES * g) for g in range(gates)]
-        for r, of_sample in enumerate(_sums(b, units, gates, samples)):
-            size = splat(b, load(b, units.sizes, FLOAT32, 4 * r))
-            inputs = b.add(units.gates, b.mul(units.gates_bytes, number(r)))
-            sample = _Sample(
-                [
-                    b.fmul(b.sitofp(total, FLOATS), b.fmul(scale, size))
-                    for total, scale in zip(of_sample, scales, strict=True)
-                ],
-                [load(b, inputs, FLOATS, 4 * LANES * g) for g in range(gates)],
-                b.add(units.memory, b.mul(units.memory_bytes, number(r))),
-                units.bias,
-                exists,
-            )
-            state = new_state(b, sample)
-            vectors.store_some(b, state, b.add(units.out, b.mul(units.out_bytes, number(r))), exists)
-
-    return code
+    lanes = ir.Constant(INTS, list(range(LANES)))
+    exists = b.icmp_signed("<", lanes, splat(b, b.trunc(units.count, INT32)))
+    scales = [load(b, units.scale, FLOATS, 4 * LANES * g) for g in range(gates)]
+    for r, of_sample in enumerate(_sums(b, units, gates, samples)):
+        size = splat(b, load(b, units.sizes, FLOAT32, 4 * r))
+        inputs = b.add(units.gates, b.mul(units.gates_bytes, number(r)))
+        sample = _Sample(
+            [
+                b.fmul(b.sitofp(total, FLOATS), b.fmul(scale, size))
+                for total, scale in zip(of_sample, scales, strict=True)
+            ],
+            [load(b, inputs, FLOATS, 4 * LANES * g) for g in range(gates)],
+            b.add(units.memory, b.mul(units.memory_bytes, number(r))),
+            units.bias,
+            exists,
+        )
+        state = new_state(b, sample)
+        vectors.store_some(b, state, b.add(units.out, b.mul(units.out_bytes, number(r))), exists)
 
 
-def tiles(kind: str) -> tuple[Any, Any]:
-    """Tiles of a kind of layer: of one sample, and of `SAMPLES`."""
-    small, large = (on_addresses(_step(kind, samples), is_called=True) for samples in (1, SAMPLES))
-    return small, large
+@partial(on_addresses, is_called=True)
+def compute_units(b, kind, samples, units):
+    """Compute 16 units for 1 sample or for `SAMPLES`. `kind` is the index of a kind of layer in `CELLS`."""
+    kinds = list(CELLS)
+    counts = sorted({1, SAMPLES})
+
+    def of_kind(index: int) -> None:
+        choose(b, samples, counts, lambda count: _step(b, kinds[index], count, units))
+
+    choose(b, kind, range(len(kinds)), of_kind)

@@ -14,7 +14,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.memory_loops import bytes_, floats
-from fxq.backends.loops.code.recurrent_code import CELLS, SAMPLES, Units, tiles
+from fxq.backends.loops.code.recurrent_code import CELLS, SAMPLES, Units, compute_units
 from fxq.backends.loops.code.step_loops import quantize_state
 from fxq.backends.loops.code.vectors import LANES
 
@@ -22,12 +22,8 @@ X_OFFSET = machine_code.KIND.x_offset
 """Number that products subtract from the integers of the state; initial sums have to add it."""
 KINDS = tuple(CELLS)
 """Kinds of layers. The number of a kind is its index."""
-_LSTM, _GRU, _RNN_TANH, _ = range(len(KINDS))
+_LSTM = KINDS.index("lstm")
 _GATES = tuple(gates for gates, _ in CELLS.values())
-_lstm_one, _lstm_some = tiles("lstm")
-_gru_one, _gru_some = tiles("gru")
-_tanh_one, _tanh_some = tiles("rnn_tanh")
-_relu_one, _relu_some = tiles("rnn_relu")
 
 
 class StepField(IntEnum):
@@ -63,30 +59,6 @@ _STEP_FIELDS, _LAYER_FIELDS = len(StepField), len(LayerField)
 
 
 @helper
-def _compute(kind, units, some):
-    """Compute 16 units of one sample, or of `SAMPLES`."""
-    if kind == _LSTM:
-        if some:
-            _lstm_some(units)
-        else:
-            _lstm_one(units)
-    elif kind == _GRU:
-        if some:
-            _gru_some(units)
-        else:
-            _gru_one(units)
-    elif kind == _RNN_TANH:
-        if some:
-            _tanh_some(units)
-        else:
-            _tanh_one(units)
-    elif some:
-        _relu_some(units)
-    else:
-        _relu_one(units)
-
-
-@helper
 def _round_state(state, integers, sizes, samples, hidden, width, numbers):
     """Round the state of each sample to integers, uint8 (samples, width), and store the factors of its products."""
     numbers, sizes = carray(floats(numbers), 3), carray(floats(sizes), samples)
@@ -113,7 +85,7 @@ def _run_part(step, layer):
     for block in range(step[StepField.FIRST], step[StepField.END]):
         of_block, n = LANES * gates * block, 0
         while n < samples:
-            some = samples - n >= SAMPLES > 1
+            at_once = SAMPLES if samples - n >= SAMPLES else 1
             units = Units(
                 integers + width * n, width, layer[LayerField.WEIGHT] + width * of_block, width // 4,
                 layer[LayerField.START] + 4 * of_block, layer[LayerField.SCALE] + 4 * of_block, sizes + 4 * n,
@@ -122,8 +94,8 @@ def _run_part(step, layer):
                 layer[LayerField.BIAS] + 4 * LANES * block, out + 4 * (hidden * n + LANES * block), 4 * hidden,
                 hidden - LANES * block,
             )  # fmt: skip
-            _compute(kind, units, some)
-            n += SAMPLES if some else 1
+            compute_units(kind, at_once, units)
+            n += at_once
 
 
 @compiled("i64* i i64*")

@@ -170,11 +170,6 @@ class ProductStep(ProgramStep):
         out_places = self._places(out, first[:2], self.out_stride, channel + first[2])
         epilogue = writer.loops.STORE_SUMS if is_depthwise or spread else self._epilogue(writer.loops)
         pixels_at_once = self._pixels_at_once(writer.loops)
-        residual: Sequence[int] = (0, 0)
-        residual_places = residual_grid = 0
-        if self.residual is not None:
-            residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
-            residual_places = writer.constant(self._places(self.residual, (0, 0), self.out_stride))
         return writer.row(
             writer.loops.PRODUCT, ProductField, x=x.start, out=out.start,
             x_places=writer.constant(x_places), out_places=writer.constant(out_places), pixels=len(x_places),
@@ -185,7 +180,7 @@ class ProductStep(ProgramStep):
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
             pixels_at_once=pixels_at_once,
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
-            residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
+            **self._residual_fields(writer), epilogue=epilogue,
         )  # fmt: skip
 
     def _amx_row(
@@ -196,12 +191,6 @@ class ProductStep(ProgramStep):
         channel, blocks = columns.start if self.spread is None and columns.start else 0, -(-count // LANES)
         packed, epilogue = tiles.packed(blocks, loops), loops.STORE_SUMS if spread else self._epilogue(loops)
         out_places = self._places(self.out, first[:2], self.out_stride, channel + first[2])
-        residual: Sequence[int] = (0, 0)
-        residual_places = residual_grid = 0
-        if self.residual is not None:
-            residual, residual_grid = self.residual.start, writer.grid(self.residual_grid)
-            places = self._places(self.residual, (0, 0), self.out_stride)
-            residual_places = writer.constant(tiles.places_of(places))
         return writer.row(
             loops.AMX_PRODUCT, AmxField, x=self.x.start, out=self.out.start,
             x_places=writer.constant(tiles.x_places.to(torch.int32)),
@@ -212,9 +201,18 @@ class ProductStep(ProgramStep):
             **self._column_values(writer, columns, blocks * LANES, epilogue == loops.ROUND),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=packed.numel() // blocks, tiles_at_once=tiles.at_once, spread=spread,
-            residual=residual, residual_places=residual_places, residual_grid=residual_grid, epilogue=epilogue,
+            **self._residual_fields(writer, tiles), epilogue=epilogue,
             size=tiles.size,
         )  # fmt: skip
+
+    def _residual_fields(self, writer: RowWriter, tiles: AmxTiles | None = None) -> dict[str, int | Sequence[int]]:
+        """Values of the fields of the residual, whose places are those of pixels, or of tiles of AMX."""
+        if self.residual is None:
+            return {"residual": (0, 0), "residual_places": 0, "residual_grid": 0}
+        places = self._places(self.residual, (0, 0), self.out_stride)
+        address = writer.constant(places if tiles is None else tiles.places_of(places))
+        grid = writer.grid(self.residual_grid)
+        return {"residual": self.residual.start, "residual_places": address, "residual_grid": grid}
 
     def _epilogue(self, loops: ModuleType) -> int:
         """Epilogue of large tiles, see `layer_loops.py`."""

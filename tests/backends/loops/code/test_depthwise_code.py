@@ -28,16 +28,16 @@ FUNCTIONS = {"round": None, "silu": vectors.silu, "hardswish": vectors.hardswish
 
 
 @cache
-def made(make, *arguments):
-    """Function that makes code."""
-    return partial(make, *arguments)
+def made(name):
+    """Function that makes code of a name, or of tiles with a function."""
+    return partial(depthwise.wide_tiles, FUNCTIONS[name]) if name in FUNCTIONS else lambda: getattr(depthwise, name)
 
 
-def run(kind, code, *arguments):
-    """Compile code for a kind of CPU, and call it with `WideTiles` and an address."""
+def run(kind, code, parts, *arguments):
+    """Compile code for a kind of CPU, and call it with the number of parts, `WideTiles` and an address."""
     parameters = [depthwise.WideTiles, None][: len(arguments) - len(depthwise.WideTiles._fields) + 1]
-    call = emitted.emitted(kind, code, *parameters)
-    call(*(a.ctypes.data if isinstance(a, np.ndarray) else int(a) for a in arguments))
+    call = emitted.emitted(kind, code, None, *parameters)
+    call(parts, *(a.ctypes.data if isinstance(a, np.ndarray) else int(a) for a in arguments))
 
 
 def order_of(kind):
@@ -91,7 +91,7 @@ def test_scaled_sums(kind, parts, many):
     """They have the order of the sums, and are exact."""
     tiles, wide = Tiles(kind, parts, 1, many, many), kind.wide_channels
     floats = np.full((depthwise.registers_of(kind, parts) + 1, wide), 77, np.float32)
-    run(kind, made(depthwise.wide_floats, parts), *tiles.fields, floats)
+    run(kind, made("wide_floats"), parts, *tiles.fields, floats)
     exact = tiles.exact.reshape(-1, wide)[:, order_of(kind)]
     assert floats[:-1].tolist() == exact.tolist() and bool((floats[-1] == 77).all())
 
@@ -107,7 +107,7 @@ def test_tiles(kind, parts, name, count, many, seed):
         tiles.fields[-3] /= 2**14
         tiles.fields[-2] /= 2**14
         tiles.exact /= 2**14
-    run(kind, made(depthwise.wide_tiles, parts, FUNCTIONS[name]), *tiles.fields)
+    run(kind, made(name), parts, *tiles.fields)
     factor, zero = tiles.grid
     real = tiles.exact if name == "round" else EXACT[name](torch.from_numpy(tiles.exact)).numpy()
     if count:
@@ -121,7 +121,7 @@ def test_floats_become_integers(kind, parts):
     real = np.random.default_rng(0).integers(-600, 600, (tiles.pixels, tiles.channels)).astype(np.float32) / 8
     real[0, :5] = math.nan, math.inf, -math.inf, 1e9, -1e9
     floats = np.ascontiguousarray(real.reshape(-1, kind.wide_channels)[:, order_of(kind)])
-    run(kind, made(depthwise.pack_wide, parts), *tiles.fields, floats)
+    run(kind, made("pack_wide"), parts, *tiles.fields, floats)
     factor, zero = tiles.grid
     wanted = np.nan_to_num(np.rint(real * np.float32(factor) + np.float32(zero)), nan=-1e9).clip(*tiles.bounds)
     tiles.check_written(wanted)
