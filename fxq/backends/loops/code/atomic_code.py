@@ -95,3 +95,19 @@ def call_plain(b, function):
     kind = ir.FunctionType(ir.IntType(32), [])
     b.call(b.inttoptr(function, kind.as_pointer()), [])
     return number(0)
+
+
+@_on_integers
+def call_number(b, function):
+    """Result of a C function by its address: `int32 function()`."""
+    kind = ir.FunctionType(ir.IntType(32), [])
+    return b.sext(b.call(b.inttoptr(function, kind.as_pointer()), []), INT64)
+
+
+@_on_integers
+def call_team(b, function, member, data, threads):
+    """Call `void function(void *member, void *data, uint32 threads, uint32 flags)`, GNU OpenMP's `GOMP_parallel`."""
+    word = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [INT64, INT64, word, word])
+    b.call(b.inttoptr(function, kind.as_pointer()), [member, data, b.trunc(threads, word), ir.Constant(word, 0)])
+    return number(0)

@@ -23,14 +23,19 @@ Why every thread sees the memory that it reads (acquire and release as in C11):
 * FINISHED is stored (release) after the last step, and the caller waits for it (acquire).
 * An exchange that succeeds takes a free bit of the open step, even if the thread has read the ticket long before: it
   reads nothing of the description before the exchange.
+
+The threads either wait at the board for the next job (`lead` and `serve`), or OpenMP brings them to each job, and the
+caller goes on when all have left it (`lead_team` and `join_team`).
 """
 
 from __future__ import annotations
 
 from fxq.backends.loops.code.atomic_code import (
     add,
+    call_number,
     call_plain,
     call_step,
+    call_team,
     exchange,
     load_acquire,
     lowest_bit,
@@ -44,9 +49,10 @@ MAX_PARTS = 32
 """Maximum number of parts of a step: the bits of the ticket."""
 _LINE = 16
 """Distance between words that threads write often, in words: two cache lines, since CPUs fetch pairs of them."""
-TICKET, DONE, FINISHED, JOB, STOP, YIELD, ASLEEP = (k * _LINE for k in range(7))
+TICKET, DONE, FINISHED, JOB, STOP, YIELD, THREAD_NUMBER, ASLEEP = (k * _LINE for k in range(8))
 """Words of the board. STOP: not 0 if the threads must end. YIELD: address of a C function that lets other threads of
-the machine run. ASLEEP: from here on, whether each thread sleeps."""
+the machine run. THREAD_NUMBER: address of OpenMP's `omp_get_thread_num`, for `join_team`. ASLEEP: from here on, whether
+each thread sleeps."""
 STEP, FUNCTION, ROWS, PARTS, COUNT, STEP_BYTES, ROW_BYTES, BASES, BASES_BYTES = (JOB + k for k in range(9))
 """Words of the job: index of the open step; the function that runs a part, `void (row, 1, bases)`; address of the rows
 of all steps and parts; address of the number of parts of each step, int64; number of steps; bytes from a step to the
@@ -121,26 +127,59 @@ def _wait(board, spins):
         call_plain(words(board)[YIELD])
 
 
+@helper
+def _describe(board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes):
+    """Write a job on the board."""
+    job = words(board)
+    job[FUNCTION], job[ROWS], job[PARTS], job[COUNT] = function, rows, parts, count
+    job[STEP_BYTES], job[ROW_BYTES], job[BASES], job[BASES_BYTES] = step_bytes, row_bytes, bases, bases_bytes
+    job[FINISHED] = 0
+
+
+@helper
+def _finish(board, part):
+    """Take parts of the job, `part` if possible, until the job is finished."""
+    spins = 0
+    while load_acquire(board + 8 * FINISHED) == 0:
+        taken = _take(board, part)
+        if taken >= 0:
+            _complete(board, taken)
+            spins = 0
+        else:
+            spins += 1
+            _wait(board, spins)
+
+
 @compiled("i i i i i i i i i")
 def lead(board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes):
     """Run a job together with the threads that `serve` on the board. One thread at a time may lead.
 
     `board` is the address of the board. Other arguments: see `thread_pool.Job` and `thread_pool.ThreadPool.run`.
     """
-    job = words(board)
-    job[FUNCTION], job[ROWS], job[PARTS], job[COUNT] = function, rows, parts, count
-    job[STEP_BYTES], job[ROW_BYTES], job[BASES], job[BASES_BYTES] = step_bytes, row_bytes, bases, bases_bytes
-    job[FINISHED] = 0
+    _describe(board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes)
     _complete(board, _open_next(board, 0, 0))
-    spins = 0
-    while load_acquire(board + 8 * FINISHED) == 0:
-        part = _take(board, 0)
-        if part >= 0:
-            _complete(board, part)
-            spins = 0
-        else:
-            spins += 1
-            _wait(board, spins)
+    _finish(board, 0)
+
+
+@compiled("i")
+def join_team(board):
+    """Body of each thread of an OpenMP team: thread 0 opens the first step, and all take parts of the job."""
+    index = call_number(words(board)[THREAD_NUMBER])
+    if index == 0:
+        _complete(board, _open_next(board, 0, 0))
+    _finish(board, index)
+
+
+@compiled("i i i i i i i i i i i i")
+def lead_team(
+    board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes, start_team, member, threads
+):
+    """Run a job on a team of OpenMP threads.
+
+    `start_team` and `member` are the addresses of `GOMP_parallel` and `join_team`; other arguments: see `lead`.
+    """
+    _describe(board, function, rows, parts, count, step_bytes, row_bytes, bases, bases_bytes)
+    call_team(start_team, member, board, threads)
 
 
 @compiled("i i")

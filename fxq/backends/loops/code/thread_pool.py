@@ -1,7 +1,9 @@
 """Pool of threads that run the steps of a program together; see `pool_loops.py`.
 
-The threads are started when a program first needs them. They wait in compiled code, without the GIL, for a fraction of
-a millisecond, and sleep after that. A forked process starts its own threads.
+They are the threads of the OpenMP library that PyTorch uses, where it is GNU's. OpenMP's threads keep a core busy for
+a while after each operator of PyTorch, so that other threads would have to share the core with them. Elsewhere, and in
+a forked process, where OpenMP's threads are missing, the pool starts threads when a program first needs them. These
+wait in compiled code, without the GIL, for a fraction of a millisecond, and sleep after that.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,15 +62,40 @@ def _yield_address() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+@dataclass(frozen=True)
+class OpenMP:
+    """Addresses of functions of GNU's OpenMP library.
+
+    Attributes:
+        start_team: Address of `GOMP_parallel`, which runs a function on several threads.
+        thread_number: Address of `omp_get_thread_num`, the number of a thread in its team.
+    """
+
+    start_team: int
+    thread_number: int
+
+    @classmethod
+    def of_torch(cls) -> OpenMP | None:
+        """Return the functions of the library whose threads PyTorch uses; None if it is not GNU's."""
+        try:
+            library: Any = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+            functions = library.GOMP_parallel, library.omp_get_thread_num
+        except (AttributeError, OSError):
+            return None
+        return cls(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+
+
 class ThreadPool:
     """Threads that run jobs, for one caller at a time.
 
     Args:
         compiled: The module `fxq.backends.loops.code.pool_loops`.
+        openmp: The library whose threads run the jobs; None for threads that the pool starts.
     """
 
-    def __init__(self, compiled: ModuleType) -> None:
+    def __init__(self, compiled: ModuleType, openmp: OpenMP | None = None) -> None:
         self._compiled = compiled
+        self._openmp = openmp
         words = compiled.ASLEEP + MAX_THREADS
         with torch.inference_mode(False):
             self._memory = torch.zeros(words + compiled.TICKET + 16, dtype=torch.int64, device="cpu")
@@ -76,6 +104,7 @@ class ThreadPool:
         array: Any = self._memory.numpy()
         self._words = memoryview(array)[first : first + words]
         self._words[compiled.YIELD] = _yield_address()
+        self._words[compiled.THREAD_NUMBER] = openmp.thread_number if openmp else 0
         self._caller = threading.Lock()
         self._bells: list[threading.Lock] = []
         self._threads: list[threading.Thread] = []
@@ -97,11 +126,16 @@ class ThreadPool:
         try:
             if self._words[self._compiled.STOP]:
                 return False
-            self._wake(threads)
-            self._compiled.lead(
+            arguments = (
                 self._board, job.function, job.rows, job.parts, job.count, job.step_bytes, job.row_bytes, bases,
                 bases_bytes,
             )  # fmt: skip
+            if self._openmp:
+                member = code_address(self._compiled.join_team)
+                self._compiled.lead_team(*arguments, self._openmp.start_team, member, threads)
+            else:
+                self._wake(threads)
+                self._compiled.lead(*arguments)
         finally:
             self._caller.release()
         return True
@@ -150,6 +184,7 @@ class _ProcessPool:
         self._lock = threading.Lock()
         self._pool: ThreadPool | None = None
         self._is_closed = False
+        self._openmp = OpenMP.of_torch()
 
     def get(self) -> ThreadPool | None:
         """Return the pool; None at exit, or where Numba is missing."""
@@ -157,12 +192,12 @@ class _ProcessPool:
             compiled = loops("pool_loops")
             with self._lock:
                 if self._pool is None and not self._is_closed and compiled is not None:
-                    self._pool = ThreadPool(compiled)
+                    self._pool = ThreadPool(compiled, self._openmp)
         return self._pool
 
     def forget(self) -> None:
         """Drop the pool in a forked process: its threads exist in the parent process only."""
-        self._lock, self._pool = threading.Lock(), None
+        self._lock, self._pool, self._openmp = threading.Lock(), None, None
 
     def close(self) -> None:
         """Stop the pool before Python frees compiled code and memory, which its threads use."""

@@ -1,5 +1,6 @@
 """The pool of threads: callers at once, forks, the end of the process, and changes of the number of threads."""
 
+import ctypes
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import torch
 
 from fxq.backends.loops.code import thread_pool
 from fxq.backends.loops.code.compiler import loops
-from fxq.backends.loops.code.thread_pool import Job, ThreadPool, code_address, run_together, usable_threads
+from fxq.backends.loops.code.thread_pool import Job, OpenMP, ThreadPool, code_address, run_together, usable_threads
 from fxq.common.timed_calls import threads_set_to
 from tests.support.processes import in_new_python
 from tests.support.programs import LOOPS, Draft, divided, program
@@ -41,41 +42,69 @@ def copies(steps, parts=2):
     return job, memory, (rows, counts)
 
 
+@pytest.fixture(params=["threads of OpenMP", "threads of the pool"])
+def pool(request):
+    openmp = OpenMP.of_torch() if request.param == "threads of OpenMP" else None
+    if openmp is None and request.param == "threads of OpenMP":
+        pytest.skip("PyTorch does not use GNU's OpenMP")
+    pool = ThreadPool(loops("pool_loops"), openmp)
+    yield pool
+    pool.stop()
+
+
 @pytest.mark.parametrize("parts", [2, 3, 32])
-def test_each_step_sees_the_results_of_all_parts_of_the_step_before(parts):
+def test_each_step_sees_the_results_of_all_parts_of_the_step_before(pool, parts):
     """Every byte travels through all threads. A step that began too early would copy an older value."""
     job, memory, _alive = copies(500, parts)
     bases = torch.zeros(parts, 8, dtype=torch.int64)
     for value in range(1, 60):
         memory[0] = torch.arange(parts)[:, None] + value
-        assert run_together(job, min(parts, 4), bases.data_ptr(), 64)
+        assert pool.run(job, min(parts, 4), bases.data_ptr(), 64)
         assert torch.equal(memory[-1], memory[0].roll(-500, 0))
 
 
-def test_jobs_of_other_numbers_of_parts_follow_each_other():
+def test_jobs_of_other_numbers_of_parts_follow_each_other(pool):
     """A thread that has done its part reads nothing of the job, which may be gone."""
     bases = torch.zeros(5, 8, dtype=torch.int64)
     for k in range(600):
         parts = 2 + k % 4
         job, memory, _alive = copies(1 + k % 3, parts)
         memory[0] = torch.arange(parts)[:, None] + 1
-        assert run_together(job, 3, bases.data_ptr(), 64)
+        assert pool.run(job, 3, bases.data_ptr(), 64)
         assert torch.equal(memory[-1], memory[0].roll(-(1 + k % 3), 0))
 
 
-def test_a_job_without_steps():
+def test_a_job_without_steps(pool):
     job, _, _alive = copies(1)
     empty = Job(job.function, job.rows, job.parts, 0, job.step_bytes, job.row_bytes)
-    assert run_together(empty, 2, 0, 0)
+    assert pool.run(empty, 2, 0, 0)
 
 
-def test_threads_that_sleep_wake_up():
+def test_threads_that_sleep_wake_up(pool):
     job, memory, _alive = copies(3)
     bases = torch.zeros(2, 8, dtype=torch.int64)
     for value in (1, 2, 3):
         time.sleep(0.05)
         memory[0] = value
-        assert run_together(job, 2, bases.data_ptr(), 64) and bool((memory[-1] == value).all())
+        assert pool.run(job, 2, bases.data_ptr(), 64) and bool((memory[-1] == value).all())
+
+
+def test_several_threads_of_openmp_run_a_job():
+    """Each part sleeps, so that a thread cannot run two of them before the others begin."""
+    openmp = OpenMP.of_torch()
+    if openmp is None:
+        pytest.skip("PyTorch does not use GNU's OpenMP")
+    pool, numbers = ThreadPool(loops("pool_loops"), openmp), set()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    def part(_row, _count, _bases):
+        time.sleep(0.05)
+        numbers.add(threading.get_native_id())
+
+    counts = torch.tensor([4])
+    job = Job(ctypes.cast(part, ctypes.c_void_p).value, 0, counts.data_ptr(), 1, 0, 0)
+    assert pool.run(job, 4, 0, 0)
+    assert len(numbers) == 4 and pool._threads == []
 
 
 def test_a_pool_has_one_caller_and_none_after_it_has_stopped():
