@@ -104,8 +104,9 @@ def dynamic(
     Args:
         activation: spec of the inputs of layers; the default has a range per row, which is a token for a linear layer
             and an image for a convolution.
-        weight: spec of all weights; the default is int8 symmetric per channel. Linear layers of `x86` also take scales
-            per block, zero points, and few bits: 4 or fewer, or with scales per block 6 or fewer, are packed.
+        weight: spec of all weights; the default is int8 symmetric per channel. Linear layers of `x86` and `jit`
+            also take scales per block, zero points, and few bits: 4 or fewer, or with scales per block 6 or fewer, are
+            packed.
         options: as for `static`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Recurrent layers of the jit backend: compiled loops for the product of the input and for the time steps."""
+"""Layers of the jit backend that are no steps of a program: recurrent ones, and linear ones with dynamic ranges."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from fxq.backends.kernel import refuse
 from fxq.backends.loops.code.compiler import loops_for, missing
 from fxq.backends.table.dynamic_linear import DynamicLinear
-from fxq.backends.table.kernel_table import KernelRow
-from fxq.backends.table.lowering import RowBackend
+from fxq.backends.table.kernel_table import CLAMPS, KernelRow
+from fxq.backends.table.lowering import RowBackend, has_dynamic_range
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel, recurrent_rows
 from fxq.errors import BackendError
 from fxq.graph.query import dynamic_grid_ops, is_op
@@ -20,9 +20,10 @@ from fxq.graph.region import Region
 from fxq.graph.unit import Calls
 
 
-class _InputProduct(DynamicLinear):
-    """Product of the input of a recurrent layer, for all time steps at once."""
+class JitLinear(DynamicLinear):
+    """Linear layer with dynamic activations, also of int8 weights with scales per channel: a compiled loop."""
 
+    name: ClassVar[str] = "jit.dynamic_linear"
     arranges: ClassVar[bool] = True
 
 
@@ -57,11 +58,9 @@ class JitRecurrent(RecurrentKernel):
         scale = () if grid else (torch.tensor(self.x.s, dtype=torch.float32, device="cpu"),)
         return compiled.run(x, (*scale, *grid), h, c)
 
-    def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> _InputProduct:
+    def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> JitLinear:
         """Product of the input, whose scale is an argument, also if it is static."""
-        return _InputProduct(
-            op="linear", settings={}, axis=0, zero=self.x.z, weight=weight, weight_scale=scale, bias=bias
-        )
+        return JitLinear(op="linear", settings={}, axis=0, zero=self.x.z, weight=weight, weight_scale=scale, bias=bias)
 
 
 class JitUnits(RowBackend):
@@ -69,14 +68,19 @@ class JitUnits(RowBackend):
 
     name: ClassVar[str] = "jit"
 
-    def has_kernel(self, calls: Calls) -> bool:
-        """Whether a kernel runs a unit of these ops, or its first ops."""
-        return calls[0].op.name in _ROWS
+    def has_kernel(self, calls: Calls, dynamic: bool) -> bool:
+        """Whether a kernel runs a unit of these ops, or its first ops. Steps of programs run static linear layers.
+
+        Args:
+            calls: the ops of the unit.
+            dynamic: whether its activations have dynamic ranges.
+        """
+        return calls[0].op.name in _ROWS and (dynamic or calls[0].op.name != "linear")
 
     def is_own(self, region: Region) -> bool:
         """Whether a region is such a unit, or a quantize with the ops that compute its dynamic grid."""
         if region.calls:
-            return self.has_kernel(region.calls)
+            return self.has_kernel(region.calls, has_dynamic_range(region))
         return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
@@ -88,4 +92,10 @@ class JitUnits(RowBackend):
         return _ROWS
 
 
-_ROWS = recurrent_rows(JitRecurrent)
+_ROWS = {
+    **recurrent_rows(JitRecurrent),
+    "linear": KernelRow(
+        JitLinear.of_request,
+        dynamic=KernelRow(JitLinear.of_request, posts=(*CLAMPS, "gelu"), emits_integers=False, any_weight=True),
+    ),
+}

@@ -144,7 +144,7 @@ class RowBackend(Backend):
         """
         for region in unit_regions(gm):
             is_quantized = region.outputs != (region.node,) and not is_op(region.node, *CONVERSIONS)
-            matches = self.matching_rows(region.calls, _is_dynamic(region)) if is_quantized else []
+            matches = self.matching_rows(region.calls, has_dynamic_range(region)) if is_quantized else []
             if matches and not matches[0].row.emits_integers:
                 yield read_region(gm, region.node, emits_float=True) or region
             else:
@@ -193,7 +193,7 @@ class RowBackend(Backend):
             BackendError: All rows refuse the unit; the reason is that of the last one.
         """
         refusal = None
-        for match in self.matching_rows(region.calls, _is_dynamic(region)):
+        for match in self.matching_rows(region.calls, has_dynamic_range(region)):
             if len(match.calls) < len(region.calls):
                 continue
             if match.row.make is None:
@@ -325,7 +325,7 @@ def _quantize_with_function(gm: fx.GraphModule, node: fx.Node) -> Region | None:
     return region if region is not None and _quantizes(gm, region) else None
 
 
-def _is_dynamic(region: Region) -> bool:
+def has_dynamic_range(region: Region) -> bool:
     """Whether an input of a unit has a dynamic range."""
     scales = (options_of(step)["scale"] for step in region.steps if is_op(step, "quantize", "dequantize"))
     return any(isinstance(scale, fx.Node) and scale.op != "get_attr" for scale in scales)

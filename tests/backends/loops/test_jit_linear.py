@@ -1,0 +1,56 @@
+"""Linear layers with dynamic ranges in the jit backend."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.backends.loops.jit_recurrent import JitLinear
+
+pytestmark = pytest.mark.any_cpu
+pytest.importorskip("numba")
+WEIGHTS = {
+    "8 bits": fxq.Recipe.dynamic().config.weight,
+    "4 bits in blocks": fxq.Recipe.weight_only(bits=4).config.weight,
+}
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(192, 320), nn.GELU(), nn.Linear(320, 64), nn.ReLU()).eval()
+
+
+def kernels(qmodel):
+    return [type(kernel) for name, kernel in qmodel.named_modules() if name.startswith("fxq_kernels.")]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_results_are_those_of_the_reference_backend(weight, rows):
+    model, x = mlp(), torch.randn(rows, 192)
+    quantized = [
+        fxq.quantize(model, fxq.Recipe.dynamic(backend=backend, weight=WEIGHTS[weight], optimize=False),
+                     example_inputs=x)
+        for backend in ("jit", "reference")
+    ]  # fmt: skip
+    assert kernels(quantized[0]).count(JitLinear) == 2
+    got, wanted = (qmodel(x).double() for qmodel in quantized)
+    # a sum that rounds the other way changes one step of the second layer's input, about 1/255 of its range
+    assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def test_a_file_computes_equal_results(tmp_path):
+    x = torch.randn(5, 192)
+    qmodel = fxq.quantize(mlp(), fxq.Recipe.dynamic(backend="jit"), example_inputs=x)
+    qmodel.save(tmp_path / "m.fxq")
+    loaded = fxq.load(tmp_path / "m.fxq")
+    assert JitLinear in kernels(loaded)
+    assert torch.equal(loaded(x), qmodel(x))
+
+
+def test_static_layers_stay_steps_of_a_program():
+    x = [torch.randn(8, 192) for _ in range(4)]
+    recipe = fxq.Recipe.static(backend="jit", optimize=False)
+    qmodel = fxq.quantize(mlp(), recipe.override("2", fxq.Recipe.dynamic().config), data=x)
+    names = [kernel.__name__ for kernel in kernels(qmodel)]
+    assert names.count("JitLinear") == 1 and "JitKernel" in names
