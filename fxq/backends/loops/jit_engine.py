@@ -165,7 +165,7 @@ class Jit(EngineBackend):
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """How many ops of a unit a program or a kernel of its own runs on integers."""
         activation = config.activation
-        if activation is not None and self._units.has_kernel(calls, activation.range == "dynamic"):
+        if activation is None or self._units.has_kernel(calls, activation.range == "dynamic"):
             return self._units.supports(gm, node, calls, config)
         return super().supports(gm, node, calls, config)
 

@@ -16,7 +16,7 @@ from fxq.backends.table.lowering import RowBackend, has_dynamic_range
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel, recurrent_rows
 from fxq.errors import BackendError
 from fxq.graph.query import dynamic_grid_ops, is_op
-from fxq.graph.region import Region
+from fxq.graph.region import Region, is_weight_only
 from fxq.graph.unit import Calls
 
 
@@ -80,7 +80,8 @@ class JitUnits(RowBackend):
     def is_own(self, region: Region) -> bool:
         """Whether a region is such a unit, or a quantize with the ops that compute its dynamic grid."""
         if region.calls:
-            return self.has_kernel(region.calls, has_dynamic_range(region))
+            is_kernel = self.has_kernel(region.calls, has_dynamic_range(region))
+            return is_kernel or is_weight_only(region.node, region.calls)
         return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:

@@ -54,3 +54,16 @@ def test_static_layers_stay_steps_of_a_program():
     qmodel = fxq.quantize(mlp(), recipe.override("2", fxq.Recipe.dynamic().config), data=x)
     names = [kernel.__name__ for kernel in kernels(qmodel)]
     assert names.count("JitLinear") == 1 and "JitKernel" in names
+
+
+def test_embeddings_keep_integer_tables():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).eval()
+    words = [torch.randint(0, 500, (4, 16)) for _ in range(4)]
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="jit"), data=words)
+    assert [kernel.__name__ for kernel in kernels(qmodel)] == ["WeightOnlyEmbedding", "JitKernel"]
+
+
+def test_weights_alone():
+    qmodel = fxq.quantize(mlp(), fxq.Recipe.weight_only(backend="jit"), example_inputs=torch.randn(3, 192))
+    assert [kernel.__name__ for kernel in kernels(qmodel)] == ["WeightOnlyLinear", "WeightOnlyLinear"]
