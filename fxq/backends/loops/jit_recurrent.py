@@ -48,14 +48,22 @@ class JitRecurrent(RecurrentKernel):
 
     def run(self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor, c: Tensor | None) -> Tensor:
         """Run all time steps, see `RecurrentKernel.run`."""
-        loops = loops_for("recurrent_loops", 0, x, h, c, *grid)
-        if loops is None:
+        compiled = self.compiled_steps(x, h, c, *grid)
+        if compiled is None:
             raise BackendError(
                 f"{self.name}: no loops are compiled: {missing('recurrent_loops')} (pip install fxq[jit])"
             )
-        compiled: CompiledSteps = self._cached("steps", lambda: CompiledSteps(self, loops, self._input_product))
-        scale = () if grid else (torch.tensor(self.x.s, dtype=torch.float32, device="cpu"),)
-        return compiled.run(x, (*scale, *grid), h, c)
+        return compiled.run(x, grid, h, c)
+
+    def compiled_steps(self, x: Tensor, *others: Tensor | None) -> CompiledSteps | None:
+        """Compiled time steps of the layer; None where Numba is missing or an input has no memory of its own."""
+        loops = loops_for("recurrent_loops", 0, x, *others)
+        if loops is None:
+            return None
+        compiled: CompiledSteps = self._cached(
+            "steps", lambda: CompiledSteps(self, loops, self._input_product, takes_scale=True)
+        )
+        return compiled
 
     def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> _InputProduct:
         """Product of the input, whose scale is an argument, also if it is static."""
