@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from fxq.backends.table.kernel_table import KernelRow
 from fxq.backends.table.lowering import RowBackend
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel, recurrent_rows
 from fxq.errors import BackendError
-from fxq.graph.query import dynamic_grid_ops, is_op
+from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op
 from fxq.graph.region import Region
 from fxq.graph.unit import Calls
 
@@ -45,6 +45,10 @@ class JitRecurrent(RecurrentKernel):
         if self.form is None or loops_for("recurrent_loops", 0, x, *others) is not None:
             return super().forward(x, *others)
         return self.form.runner(self)(x, *others)
+
+    def bind(self, x: Tensor, *others: Tensor) -> Callable[..., Tensor]:
+        """Return the function for inputs like these, see `RecurrentKernel.bind`; `forward` if no loop can run them."""
+        return super().bind(x, *others)
 
     def run(self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor, c: Tensor | None) -> Tensor:
         """Run all time steps, see `RecurrentKernel.run`."""
@@ -82,18 +86,34 @@ class JitUnits(RowBackend):
         return calls[0].op.name in _ROWS
 
     def is_own(self, region: Region) -> bool:
-        """Whether a region is such a unit, or a quantize with the ops that compute its dynamic grid."""
+        """Whether a region is such a unit, a quantize with the ops that compute its dynamic grid, or a conversion."""
         if region.calls:
             return self.has_kernel(region.calls)
-        return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
+        return _is_conversion(region) or _has_dynamic_grid(region)
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """Regions of such units, and of quantize with dynamic grids."""
-        return filter(self.is_own, super().regions(gm))
+        return (region for region in super().regions(gm) if self.is_own(region) and not _is_conversion(region))
+
+    def conversions(self, gm: fx.GraphModule, planned: Collection[fx.Node]) -> Iterator[Region]:
+        """Regions of single conversions, but those that programs run: `planned` are the nodes of programs."""
+        for region in super().regions(gm):
+            if _is_conversion(region) and region.nodes[0] not in planned:
+                yield region
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
         return _ROWS
+
+
+def _is_conversion(region: Region) -> bool:
+    """Whether a region is one conversion to or from a static grid."""
+    return len(region.nodes) == 1 and is_op(region.nodes[0], *CONVERSIONS) and not dynamic_grid_ops(region.nodes[0])
+
+
+def _has_dynamic_grid(region: Region) -> bool:
+    """Whether a region is a quantize with the ops that compute its dynamic grid."""
+    return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
 
 
 _ROWS = recurrent_rows(JitRecurrent)
