@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx
 
 from fxq.backends.kernel import refuse

@@ -164,7 +164,7 @@ class RecurrentKernel(Kernel):
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
 
     def bind(self, x: Tensor, *others: Tensor) -> Callable[..., Tensor]:
-        """Return the function for inputs like these, see `Bindable.bind`: `forward`, or a few calls of compiled code."""
+        """Return the function for inputs like these, see `Bindable.bind`: `forward`, or calls of compiled code."""
         fits = x.dim() == 3 and x.shape[2] == self.weight_ih.shape[1] and x.numel() > 0
         compiled = self.compiled_steps(x, *others) if fits else None
         states = (*others[len(others) - len(self.state_inputs) :], self.h, self.c)
@@ -216,7 +216,9 @@ class CompiledSteps:
         self, kernel: RecurrentKernel, loops: ModuleType, make: InputProduct, takes_scale: bool = False
     ) -> None:
         self._reverse, gates = kernel.reverse, GATES[kernel.op]
-        self._scale = () if kernel.dynamic or not takes_scale else (torch.tensor(kernel.x.s, dtype=torch.float32, device="cpu"),)
+        self._scale = (
+            () if kernel.dynamic or not takes_scale else (torch.tensor(kernel.x.s, dtype=torch.float32, device="cpu"),)
+        )
         scale_ih, scale_hh = kernel.factors()
         biases = [torch.zeros_like(scale_ih) if b is None else b for b in (kernel.bias_ih, kernel.bias_hh)]
         bias, new_bias = biases[0] + biases[1], None
@@ -269,7 +271,9 @@ class CompiledSteps:
         return run
 
     @staticmethod
-    def _initial_of(kernel: RecurrentKernel, name: str, first: int, shape: tuple[int, int]) -> tuple[Tensor, int | None]:
+    def _initial_of(
+        kernel: RecurrentKernel, name: str, first: int, shape: tuple[int, int]
+    ) -> tuple[Tensor, int | None]:
         """Initial state of a name, float32 (N, H), and the index of the input that replaces it, if one does.
 
         Args:
