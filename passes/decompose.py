@@ -15,6 +15,7 @@ from fxq.graph.query import called_name, op_of, submodule, taken_part
 from fxq.patterns.decompositions import attention, recurrent_functions
 from fxq.patterns.decompositions.attention import ATTENTION
 from fxq.patterns.decompositions.recurrent_layers import RECURRENT
+from fxq.patterns.decompositions.undone_views import drop_undone_views
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import expand_original
 from fxq.recipe.pass_base import Pass, Stage
@@ -61,6 +62,7 @@ class Decompose(Pass):
         dropped = [node for node in dict.fromkeys(dropped) if not node.users]
         for node in dropped:
             rewriter.erase(node)
+        dropped += drop_undone_views(rewriter) if expanded else []
         rewriter.erase_unused()
         expanded = {name: [op for op in ops if not op._erased] for name, ops in expanded.items()}
         expanded |= {node.name: [] for node in dropped}

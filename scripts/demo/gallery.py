@@ -155,6 +155,7 @@ ALONE = """\
 import sys, torch, fxq
 from torch.utils._pytree import tree_leaves
 torch.set_num_threads(1)
+torch.set_grad_enabled(False)
 model, (inputs, expected) = fxq.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=True)
 outputs = tree_leaves(model(*inputs))
 assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))

@@ -191,7 +191,7 @@ class Jit(EngineBackend):
         return self._is_taken[key]
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
-        """Regions of units with kernels, and regions that run as programs.
+        """Regions of units with kernels, regions that run as programs, and conversions that are left.
 
         Nodes that no step computes beside their neighbours are left in float.
         """
@@ -199,9 +199,12 @@ class Jit(EngineBackend):
         programs: set[tuple[fx.Node, ...]] = set()
         while refusing := self._refusing(gm, programs):
             self._left_in_float |= refusing
+        planned = set[fx.Node]()
         for region in super().regions(gm):
             if any(is_op(node, *CONVERSIONS) for node in region.nodes):
+                planned.update(region.nodes)
                 yield region
+        yield from self._units.conversions(gm, planned)
 
     def lower(self, gm: fx.GraphModule, region: Region) -> Kernel | None:
         """Return the kernel of a unit, or of a region that runs as a program."""

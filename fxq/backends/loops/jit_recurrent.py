@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx
 
 from fxq.backends.kernel import refuse
@@ -15,7 +14,7 @@ from fxq.backends.table.kernel_table import CLAMPS, KernelRow
 from fxq.backends.table.lowering import RowBackend, has_dynamic_range
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel, recurrent_rows
 from fxq.errors import BackendError
-from fxq.graph.query import dynamic_grid_ops, is_op
+from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op
 from fxq.graph.region import Region, is_weight_only
 from fxq.graph.unit import Calls
 
@@ -47,16 +46,28 @@ class JitRecurrent(RecurrentKernel):
             return super().forward(x, *others)
         return self.form.runner(self)(x, *others)
 
+    def bind(self, x: Tensor, *others: Tensor) -> Callable[..., Tensor]:
+        """Return the function for inputs like these, see `RecurrentKernel.bind`; `forward` if no loop can run them."""
+        return super().bind(x, *others)
+
     def run(self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor, c: Tensor | None) -> Tensor:
         """Run all time steps, see `RecurrentKernel.run`."""
-        loops = loops_for("recurrent_loops", 0, x, h, c, *grid)
-        if loops is None:
+        compiled = self.compiled_steps(x, h, c, *grid)
+        if compiled is None:
             raise BackendError(
                 f"{self.name}: no loops are compiled: {missing('recurrent_loops')} (pip install fxq[jit])"
             )
-        compiled: CompiledSteps = self._cached("steps", lambda: CompiledSteps(self, loops, self._input_product))
-        scale = () if grid else (torch.tensor(self.x.s, dtype=torch.float32, device="cpu"),)
-        return compiled.run(x, (*scale, *grid), h, c)
+        return compiled.run(x, grid, h, c)
+
+    def compiled_steps(self, x: Tensor, *others: Tensor | None) -> CompiledSteps | None:
+        """Compiled time steps of the layer; None where Numba is missing or an input has no memory of its own."""
+        loops = loops_for("recurrent_loops", 0, x, *others)
+        if loops is None:
+            return None
+        compiled: CompiledSteps = self._cached(
+            "steps", lambda: CompiledSteps(self, loops, self._input_product, takes_scale=True)
+        )
+        return compiled
 
     def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> JitLinear:
         """Product of the input, whose scale is an argument, also if it is static."""
@@ -78,19 +89,35 @@ class JitUnits(RowBackend):
         return calls[0].op.name in _ROWS and (dynamic or calls[0].op.name != "linear")
 
     def is_own(self, region: Region) -> bool:
-        """Whether a region is such a unit, or a quantize with the ops that compute its dynamic grid."""
+        """Whether a region is such a unit, a quantize with the ops that compute its dynamic grid, or a conversion."""
         if region.calls:
             is_kernel = self.has_kernel(region.calls, has_dynamic_range(region))
             return is_kernel or is_weight_only(region.node, region.calls)
-        return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
+        return _is_conversion(region) or _has_dynamic_grid(region)
 
     def regions(self, gm: fx.GraphModule) -> Iterator[Region]:
         """Regions of such units, and of quantize with dynamic grids."""
-        return filter(self.is_own, super().regions(gm))
+        return (region for region in super().regions(gm) if self.is_own(region) and not _is_conversion(region))
+
+    def conversions(self, gm: fx.GraphModule, planned: Collection[fx.Node]) -> Iterator[Region]:
+        """Regions of single conversions, but those that programs run: `planned` are the nodes of programs."""
+        for region in super().regions(gm):
+            if _is_conversion(region) and region.nodes[0] not in planned:
+                yield region
 
     @property
     def rows(self) -> Mapping[str, KernelRow]:
         return _ROWS
+
+
+def _is_conversion(region: Region) -> bool:
+    """Whether a region is one conversion to or from a static grid."""
+    return len(region.nodes) == 1 and is_op(region.nodes[0], *CONVERSIONS) and not dynamic_grid_ops(region.nodes[0])
+
+
+def _has_dynamic_grid(region: Region) -> bool:
+    """Whether a region is a quantize with the ops that compute its dynamic grid."""
+    return is_op(region.nodes[-1], "quantize") and bool(dynamic_grid_ops(region.nodes[-1]))
 
 
 _ROWS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -109,26 +110,53 @@ class TimeSteps:
             The hidden states, float32 (T, N, H).
         """
         count, samples, _ = gates.shape
-        parts = max(min(usable_threads(), self._bytes // _MIN_PART_BYTES, self._width // _LANES), 1)
-        steps = self._divided(count, parts, reverse)
         y = torch.empty(count, samples, self._hidden, dtype=torch.float32, device="cpu")
         own_cell = None if cell is None else F.pad(cell, (0, self._width - self._hidden)).contiguous()
-        integers = torch.empty(parts, samples, self._width, dtype=torch.uint8, device="cpu")
-        sizes = torch.empty(parts, samples, dtype=torch.float32, device="cpu")
-        weight, start, scale, bias, numbers = (tensor.data_ptr() for tensor in self._constants)
-        fields = {
-            "KIND": self._kind, "GATES": gates.data_ptr(), "OUT": y.data_ptr(), "STATE": h.data_ptr(),
-            "CELL": 0 if own_cell is None else own_cell.data_ptr(), "WEIGHT": weight, "START": start, "SCALE": scale,
-            "BIAS": bias, "SAMPLES": samples, "HIDDEN": self._hidden, "INTEGERS": integers.data_ptr(),
-            "SIZES": sizes.data_ptr(), "NUMBERS": numbers,
-        }  # fmt: skip
-        names = self._loops.LayerField.__members__
-        layer = (ctypes.c_int64 * len(names))(*(fields[name] for name in names))
-        if parts == 1 or not run_together(steps.job, parts, ctypes.addressof(layer), 0):
-            self._loops.run_steps(steps.table.data_ptr(), count * parts, layer)
+        self.bound(count, samples, reverse)(gates, h, y, 0 if own_cell is None else own_cell.data_ptr())
         if cell is not None and own_cell is not None:
             cell.copy_(own_cell[:, : self._hidden])
         return y
+
+    @property
+    def width(self) -> int:
+        """Number of units of all blocks, of which the last may not exist: the loop needs room for their cell state."""
+        return self._width
+
+    def bound(self, count: int, samples: int, reverse: bool) -> Callable[[Tensor, Tensor, Tensor, int], None]:
+        """Return the function that runs `count` time steps, on as many threads as PyTorch has now.
+
+        Its arguments are `gates` and `h` as of `run`, the hidden states, float32 (T, N, H), written, and the address of
+        the cell state, float32 (N, 16 * blocks), or 0.
+        """
+        parts = max(min(usable_threads(), self._bytes // _MIN_PART_BYTES, self._width // _LANES), 1)
+        steps, loops = self._divided(count, parts, reverse), self._loops
+        weight, start, scale, bias, numbers = (tensor.data_ptr() for tensor in self._constants)
+        fields = {
+            "KIND": self._kind, "GATES": 0, "OUT": 0, "STATE": 0, "CELL": 0, "WEIGHT": weight, "START": start,
+            "SCALE": scale, "BIAS": bias, "SAMPLES": samples, "HIDDEN": self._hidden, "INTEGERS": 0, "SIZES": 0,
+            "NUMBERS": numbers,
+        }  # fmt: skip
+        names = list(loops.LayerField.__members__)
+        layer_type, empty, run_steps = ctypes.c_int64 * len(names), torch.empty, loops.run_steps
+        template = bytes(layer_type(*(fields[name] for name in names)))
+        at_gates, at_out, at_state, at_cell, at_integers, at_sizes = (
+            names.index(name) for name in ("GATES", "OUT", "STATE", "CELL", "INTEGERS", "SIZES")
+        )
+        sizes_bytes, rows = 4 * parts * samples, steps.table.data_ptr()
+        scratch_bytes = sizes_bytes + parts * samples * self._width
+
+        def run(gates: Tensor, h: Tensor, y: Tensor, cell: int) -> None:
+            layer = layer_type.from_buffer_copy(template)
+            scratch = empty(scratch_bytes, dtype=torch.uint8, device="cpu")
+            at_scratch = scratch.data_ptr()
+            layer[at_gates], layer[at_out] = gates.data_ptr(), y.data_ptr()
+            layer[at_state], layer[at_cell] = h.data_ptr(), cell
+            layer[at_integers], layer[at_sizes] = at_scratch + sizes_bytes, at_scratch
+            if parts == 1 or not run_together(steps.job, parts, ctypes.addressof(layer), 0):
+                run_steps(rows, count * parts, layer)
+
+        run.keeps = steps, self._constants  # type: ignore[attr-defined]  # the addresses are theirs
+        return run
 
     def _divided(self, count: int, parts: int, reverse: bool) -> _Steps:
         """Divide time steps among threads; those of the last call are kept."""

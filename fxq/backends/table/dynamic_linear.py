@@ -71,7 +71,7 @@ class DynamicLinear(WeightOnlyLinear):
     def bind(self, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Callable[..., Tensor]:  # type: ignore[override]
         """Return the function for inputs like these. See `Bindable.bind`."""
         few, columns = self.few_rows(x), math.prod(self.stored_weight().row)
-        is_fastest = few is not None and x.numel() <= few.max_integer_rows * columns
+        is_fastest = few is not None and x.numel() <= few.max_integer_rows * columns and not self.arranges
         product = few if is_fastest else self._of_many_rows(x) or few
         zero = self._zero if zero_point is None else zero_point
         run = None if product is None else integer_product(product, x, scale, zero, self._after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
@@ -163,6 +163,20 @@ class RecurrentKernel(Kernel):
         result = torch.cat([y, rows_of_cell(c, width)]) if self.cell and c is not None else y
         return result if self.out is None else quantize(result, self.out.s, self.out.z, self.out.qmax, self.out.qmin)
 
+    def bind(self, x: Tensor, *others: Tensor) -> Callable[..., Tensor]:
+        """Return the function for inputs like these, see `Bindable.bind`: `forward`, or calls of compiled code."""
+        fits = x.dim() == 3 and x.shape[2] == self.weight_ih.shape[1] and x.numel() > 0
+        compiled = self.compiled_steps(x, *others) if fits else None
+        states = (*others[len(others) - len(self.state_inputs) :], self.h, self.c)
+        wanted = (*x.shape[1:2], self.weight_hh.shape[1])
+        if compiled is None or any(state is not None and state.shape != wanted for state in states):
+            return self.forward
+        return compiled.bound(self, x, others)
+
+    def compiled_steps(self, x: Tensor, *others: Tensor | None) -> CompiledSteps | None:
+        """Compiled time steps of the layer for inputs like these; None if other code runs them."""
+        return None
+
     def _initial(self, state: Tensor | None, samples: int, width: int) -> Tensor:
         """Copy of an initial state, float32 (samples, width). None means zeros.
 
@@ -195,10 +209,16 @@ class CompiledSteps:
         kernel: the layer.
         loops: the module `fxq.backends.loops.code.recurrent_loops`.
         make: makes the product of the input.
+        takes_scale: whether that takes the scale of the input as an argument, also if the range is static.
     """
 
-    def __init__(self, kernel: RecurrentKernel, loops: ModuleType, make: InputProduct) -> None:
+    def __init__(
+        self, kernel: RecurrentKernel, loops: ModuleType, make: InputProduct, takes_scale: bool = False
+    ) -> None:
         self._reverse, gates = kernel.reverse, GATES[kernel.op]
+        self._scale = (
+            () if kernel.dynamic or not takes_scale else (torch.tensor(kernel.x.s, dtype=torch.float32, device="cpu"),)
+        )
         scale_ih, scale_hh = kernel.factors()
         biases = [torch.zeros_like(scale_ih) if b is None else b for b in (kernel.bias_ih, kernel.bias_hh)]
         bias, new_bias = biases[0] + biases[1], None
@@ -213,8 +233,60 @@ class CompiledSteps:
     def run(self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor, c: Tensor | None) -> Tensor:
         """Run all time steps, see `RecurrentKernel.run`."""
         with torch.inference_mode():
-            gates = self._product(x, *grid).contiguous()
+            gates = self._product(x, *self._scale, *grid).contiguous()
         return self._steps.run(gates, h, c, self._reverse)
+
+    def bound(self, kernel: RecurrentKernel, x: Tensor, others: Sequence[Tensor]) -> Callable[..., Tensor]:
+        """Return the function that runs the layer for inputs like these, see `Bindable.bind`.
+
+        Args:
+            kernel: the layer.
+            x: uint8, (T, N, I), not empty.
+            others: further inputs, see `RecurrentKernel.forward`.
+        """
+        (count, samples, _), hidden = x.shape, kernel.weight_hh.shape[1]
+        dynamic = len(others) - len(kernel.state_inputs)
+        product = self._product.bind(x, *self._scale, *others[:dynamic])
+        steps = self._steps.bound(count, samples, self._reverse)
+        initial = (self._initial_of(kernel, name, dynamic, (samples, hidden)) for name in ("h", "c"))
+        (constant_h, h_index), (constant_c, c_index) = initial
+        is_lstm, scale, width, out = kernel.op == "lstm", self._scale, self._steps.width, kernel.out
+        returns_cell, is_joined = is_lstm and kernel.cell, is_lstm and kernel.cell and width == hidden
+        rows, empty = count + is_joined, torch.empty
+
+        def run(x: Tensor, *others: Tensor) -> Tensor:
+            y, cell = empty(rows, samples, hidden, dtype=torch.float32, device="cpu"), None
+            if is_lstm:
+                cell = y[count] if is_joined else torch.zeros(samples, width, dtype=torch.float32, device="cpu")
+            with torch.inference_mode():
+                h = constant_h if h_index is None else as_float32(others[h_index]).contiguous()
+                if cell is not None:
+                    cell[:, :hidden] = constant_c if c_index is None else others[c_index]
+                gates = product(x, *scale, *others[:dynamic]).contiguous()
+                steps(gates, h, y, 0 if cell is None else cell.data_ptr())
+            if cell is not None and returns_cell and not is_joined:
+                y = torch.cat([y, rows_of_cell(cell[:, :hidden], hidden)])
+            return y if out is None else quantize(y, out.s, out.z, out.qmax, out.qmin)
+
+        return run
+
+    @staticmethod
+    def _initial_of(
+        kernel: RecurrentKernel, name: str, first: int, shape: tuple[int, int]
+    ) -> tuple[Tensor, int | None]:
+        """Initial state of a name, float32 (N, H), and the index of the input that replaces it, if one does.
+
+        Args:
+            kernel: the layer.
+            name: "h" or "c".
+            first: number of inputs before the states.
+            shape: (N, H).
+        """
+        constant = kernel.h if name == "h" else kernel.c
+        index = first + kernel.state_inputs.index(name) if name in kernel.state_inputs else None
+        if constant is None:
+            constant = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        return as_float32(constant).contiguous(), index
 
 
 def recurrent_rows(kernel: type[RecurrentKernel]) -> dict[str, KernelRow]:

@@ -37,13 +37,20 @@ class RecurrentLoop(RecurrentKernel):
 
     def run(self, x: Tensor, grid: tuple[Tensor, ...], h: Tensor, c: Tensor | None) -> Tensor:
         """Run all time steps, see `RecurrentKernel.run`."""
+        compiled = self.compiled_steps(x, h, c, *grid)
+        if compiled is not None:
+            return compiled.run(x, grid, h, c)
+        prepared: _PreparedTensors = self._cached("", lambda: _PreparedTensors(self))
+        return prepared.run(x, grid, h, c)
+
+    def compiled_steps(self, x: Tensor, *others: Tensor | None) -> CompiledSteps | None:
+        """Compiled time steps for few samples; None where Numba is missing or an input has no memory of its own."""
         is_small = self.weight_hr is None and x.shape[1] <= _MAX_COMPILED_SAMPLES
-        loops = loops_for("recurrent_loops", 0, x, h, c, *grid) if is_small else None
+        loops = loops_for("recurrent_loops", 0, x, *others) if is_small else None
         if loops is None:
-            prepared: _PreparedTensors = self._cached("", lambda: _PreparedTensors(self))
-            return prepared.run(x, grid, h, c)
+            return None
         compiled: CompiledSteps = self._cached("steps", lambda: CompiledSteps(self, loops, self._input_product))
-        return compiled.run(x, grid, h, c)
+        return compiled
 
     def _input_product(self, weight: Tensor, scale: Tensor, bias: Tensor) -> Kernel:
         """Product of the input, see `input_product`."""

@@ -16,6 +16,7 @@ from fxq.backends.plain.time_steps import GATES
 from fxq.common.metrics import sqnr
 from fxq.common.timed_calls import threads_set_to
 from fxq.errors import BackendError
+from fxq.graph.query import is_op
 from tests.support.kernels import activations
 from tests.support.models import call, settled
 from tests.support.recurrent import OUT, UNIT, X, exact
@@ -54,6 +55,34 @@ def test_another_default_dtype(dynamic):
         assert torch.equal(copied(*inputs), want)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("hidden", [20, 32])
+@pytest.mark.parametrize("op", GATES)
+def test_bound_to_its_inputs(op, hidden, dynamic):
+    torch.manual_seed(0)
+    names = ("h", "c") if op == "lstm" else ("h",)
+    cell = {"cell": True} if op == "lstm" else {}
+    options = {"x": UNIT if dynamic else X, "dynamic": dynamic, "state_inputs": names, "reverse": hidden == 20}
+    layer, _ = kernel_of(JitRecurrent, op, 24, hidden, **options, **cell)
+    inputs = [
+        (activations(7, 3, 24), *([torch.rand(7, 3, 1) / 20] if dynamic else []), *torch.randn(len(names), 3, hidden))
+        for _ in range(3)
+    ]
+    run = layer.callable_for(*inputs[0])
+    assert run != layer.forward
+    for values in inputs:
+        copies = [x.clone() for x in values]
+        first, second = run(*values), run(*values)
+        assert torch.equal(first, layer(*values)) and torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr() and all(map(torch.equal, values, copies))
+    assert layer.callable_for(inputs[0][0], *inputs[0][1:-1], torch.randn(2, hidden)) == layer.forward
+
+
+def test_the_float_input_is_rounded_by_a_kernel():
+    q = quantized(settled(lambda: nn.GRU(12, 20)), "static", torch.randn(5, 2, 12))
+    assert kernels(q) and not [node for node in q.graph.nodes if is_op(node, "quantize")]
 
 
 def test_refuses_a_projection():
