@@ -243,33 +243,40 @@ class _Layer:
         pair = [torch.cat(rows, 2) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True)]
         self.waiting.clear()
         self.values += count
-        cut = 0 if len(pair[0]) > 1 else 2
         parts = min(self.parts, count // _MIN_PART_VALUES)
-        for got_part, wanted_part in zip(*(rows.tensor_split(parts, cut) for rows in pair), strict=True):
-            counts = token_weights(wanted_part[0].T) if self.axis == -1 and got.dim() > 2 else None
-            self._add(_moments(got_part, counts), _moments(wanted_part, counts))
+        chunks = -(-parts // len(pair[0]))  # of each sample
+        moments: list[tuple[Tensor, ...]] = []
+        for got_chunk, wanted_chunk in zip(*(rows.tensor_split(chunks, 2) for rows in pair), strict=True):
+            counts = token_weights(wanted_chunk[0].T) if self.axis == -1 and got.dim() > 2 else None
+            moments.append((*_moments(got_chunk, parts, counts), *_moments(wanted_chunk, parts, counts)))
+        mean, variance, mean_wanted, variance_wanted = (
+            torch.stack(of_chunks, 1).flatten(0, 1) for of_chunks in zip(*moments, strict=True)
+        )
+        self._add((mean, variance), (mean_wanted, variance_wanted))
         if self.values >= self.least:
             factor = self._factor()
             self.line = factor, self.shift() + (1 - factor) * self.level.mean
 
     def _by_channel(self, x: Tensor) -> Tensor:
-        """Values by channel, (1, C, N); if whole samples can be the parts, (samples, C, N), which does not copy `x`."""
-        whole = self.axis % x.dim() == 1 and self.used is None and not self.waiting
-        if whole and len(x) >= self.parts and x[0, 0].numel() >= _MIN_PART_VALUES:
-            return x.flatten(2)
+        """Values by channel, (1, C, N); (samples, C, N) if no part has values of two samples, which copies nothing."""
+        if self.axis % x.dim() == 1 and self.used is None and not self.waiting:
+            chunks, size = max(self.parts // len(x), 1), x[0, 0].numel()
+            divides = self.parts in (chunks * len(x), math.gcd(self.parts, len(x)))
+            if divides and size % chunks == 0 and size >= _MIN_PART_VALUES * chunks:
+                return x.flatten(2)
         rows = x.movedim(self.axis, 0)
         fits = self.used is not None and self.used.shape == rows.shape[1:]  # a unit may return less than its layer
         return (rows[:, self.used] if fits else rows.reshape(len(rows), -1))[None]
 
     def _add(self, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-        """Update the fit with mean and variance by channel of a part, in both forms."""
+        """Update the fit with mean and variance of parts, (parts, C) each, in both forms."""
         (mean, variance), (mean_wanted, variance_wanted) = got, wanted
         self.level.add(mean)
         self.shift.add(mean_wanted - mean)
         if self.scale is not None:
             # groups of a transposed convolution share scales
-            own, target = (x.view(-1, len(self.scale)).sum(0) for x in (variance, variance_wanted))
-            varies = (own > _MIN_RELATIVE_VARIANCE * mean.square().max()) & (target > 0)
+            own, target = (x.unflatten(1, (-1, len(self.scale))).sum(1) for x in (variance, variance_wanted))
+            varies = (own > _MIN_RELATIVE_VARIANCE * mean.square().amax(1, keepdim=True)) & (target > 0)
             self.gain.add(torch.where(varies, target / own, 1.0).log() / 2)
 
     def _factor(self) -> Tensor:
@@ -281,19 +288,22 @@ class _Layer:
         return torch.where(usable, factor, torch.ones_like(factor)).repeat(len(self.bias) // len(self.scale))
 
 
-def _moments(rows: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel, float64, (C,) each.
+def _moments(rows: Tensor, parts: int, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel in each part, float64, (parts, C) each.
 
     Args:
         rows: values, (samples, C, N).
+        parts: number of parts, which divides the number of samples. With more parts, each sample is one.
         counts: weights of the columns, (N,); None: all equal.
     """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    rows = rows.unflatten(0, (min(parts, len(rows)), -1))
     counts = None if counts is None else counts / counts.mean()
     weighted = rows if counts is None else rows * counts
-    mean = weighted.mean(2, keepdim=True).mean(0)
+    mean = weighted.mean(3, keepdim=True).mean(1, keepdim=True)
     squares = (rows - mean).square_()
-    return mean[:, 0].double(), (squares if counts is None else squares.mul_(counts)).mean(2).mean(0).double()
+    variance = (squares if counts is None else squares.mul_(counts)).mean(3).mean(1)
+    return mean[:, 0, :, 0].double(), variance.double()
 
 
 def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:

@@ -31,11 +31,13 @@ class ShrunkMean:
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
     def add(self, values: Tensor) -> None:
-        """Add the values of the next part, (C,)."""
-        self.count += 1
-        weight = self.count**2
-        self.weight, self.weight_squares = self.weight + weight, self.weight_squares + weight**2
-        self.total, self.squares = self.total + weight * values, self.squares + weight * values.square()
+        """Add the values of the next parts, float64, (parts, C)."""
+        weights = [i**2 for i in range(self.count + 1, self.count + len(values) + 1)]
+        self.count += len(values)
+        self.weight += sum(weights)
+        self.weight_squares += sum(weight**2 for weight in weights)
+        row = torch.tensor(weights, dtype=values.dtype, device=values.device)
+        self.total, self.squares = self.total + row @ values, self.squares + row @ values.square()
 
     @property
     def mean(self) -> Tensor:
