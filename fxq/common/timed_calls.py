@@ -67,10 +67,15 @@ def interleaved(
         shortest: return the shortest time of each call instead, which other programs slow down least; on one thread, in
             CPU time. In its turn, a call is then repeated for up to `TURN_SECONDS`.
     """
-    turn = min(TURN_SECONDS, SHORTEST_SECONDS / (4 * max(len(calls), 1))) if shortest else 0.0
+    turn = turn_seconds(len(calls)) if shortest else 0.0
     now = clock(every_thread=True) if shortest else time.perf_counter
     times = times_in_turns(calls, rounds(MIN_ROUNDS if shortest else 1), now, wait, turn)
     return {name: 1e6 * min(seconds) if shortest else median(seconds) for name, seconds in times.items()}
+
+
+def turn_seconds(calls: int) -> float:
+    """Seconds for which a short call is repeated in its turn, so that a few rounds of so many calls are quick."""
+    return min(TURN_SECONDS, SHORTEST_SECONDS / (4 * max(calls, 1)))
 
 
 def times_in_turns(

@@ -18,7 +18,7 @@ from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.data import Batch, device_of, samples_in
 from fxq.common.isolation import copied, without_autocast
-from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns
+from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns, turn_seconds
 from fxq.errors import BackendError, FxqError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import precision_of
 from fxq.graph.text.text_writer import write_graph
@@ -324,10 +324,15 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
 
 
 def _least_times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:
-    """Least microseconds of each call in a few rounds."""
+    """Least microseconds of each call in a few rounds, in which short calls are repeated.
+
+    Otherwise the first call after those of other models would count, which finds no code or data in the caches.
+    """
     with torch.no_grad(), without_autocast(), threads_set_to(threads):
         names = {str(i): call for i, call in calls.items()}
-        times = times_in_turns(names, rounds(MIN_ROUNDS), clock(every_thread=True))
+        times = times_in_turns(
+            names, rounds(MIN_ROUNDS), clock(every_thread=True), lambda: None, turn_seconds(len(calls))
+        )
     return {int(i): 1e6 * min(seconds) for i, seconds in times.items()}
 
 

@@ -245,7 +245,7 @@ def test_backends_that_keep_weights_in_float_do_not_win_a_recipe_for_size(net):
     q = fxq.quantize(model, fxq.Recipe.weight_only(backend="fastest"), example_inputs=x)
     assert q.ledger.count("weight-only") == 3 and len(q.attempts) == TRIED
     left_out = {a.backend for a in q.attempts if "stores the weights of 0 layers as integers, where other" in a.why}
-    assert {"openvino", "jit"} <= left_out
+    assert "openvino" in left_out and "jit" not in left_out
 
 
 def test_recipes_with_it_are_saved(tmp_path):
