@@ -98,7 +98,7 @@ class Recipe:
         check_preset(self.preset)
         if self.config is PRESET_CONFIG:
             object.__setattr__(self, "config", preset_config(self.preset))
-        if not self.optimize:
+        if self.optimize == "":
             object.__setattr__(self, "optimize", preset_optimize(self.preset))
         _ = self.pipeline, FUSIONS.plus(self.fusions)
         check_backend(self.backend)

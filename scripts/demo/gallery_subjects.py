@@ -108,8 +108,7 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_text.entropy_curve,
         "Weights alone, in 4 bits with blocks of 64, by `fxq.Recipe.weight_only(bits=4)` with data, NNCF's "
         "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
-        "they are `Gemm` in the file. Milliseconds are of 108 tokens at once, where NNCF's file is faster than "
-        "fxq's model.",
+        "they are `Gemm` in the file. Milliseconds are of 108 tokens at once.",
         weight_bits=(4,),
     ),
     "english": Exhibit(
@@ -120,7 +119,7 @@ EXHIBITS: dict[str, Exhibit] = {
         "Weights alone, in 8 bits (ONNX Runtime's in blocks of 64) and in 4 with blocks of 64, by "
         "`fxq.Recipe.weight_only(bits=...)` with data, NNCF's `compress_weights` and ONNX Runtime's "
         "`MatMulNBitsQuantizer`. The package has weights of 4 bits in blocks of 32, which are floats here before they "
-        "are quantized. Milliseconds are of 256 tokens at once. Rows of the other tools with 4 bits were not measured.",
+        "are quantized. Milliseconds are of 256 tokens at once.",
         weight_bits=(8, 4),
     ),
     "voices": Exhibit(

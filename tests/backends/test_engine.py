@@ -233,8 +233,6 @@ def test_what_it_cannot_run_stays_in_torch(name):
         ("openvino", "dynamic"),
         ("openvino", "weight_only"),
         ("onnxruntime", "weight_only"),
-        ("jit", "dynamic"),
-        ("jit", "weight_only"),
     ],
 )
 def test_presets_that_it_has_no_kernels_for(name, preset):

@@ -69,6 +69,7 @@ def test_an_override_takes_a_config():
         (lambda: Recipe(preset="statik"), RecipeError, "unknown preset 'statik'; did you mean 'static'"),
         (lambda: as_recipe("sttic"), RecipeError, "unknown preset 'sttic'; did you mean 'static'"),
         (lambda: Recipe.static().with_check("numerik"), RecipeError, "unknown check 'numerik'; did you mean 'numeric'"),
+        (lambda: Recipe.static(optimize=False), RecipeError, "unknown value of optimize 'False'"),
         (
             lambda: Recipe.static(activation=TensorSpec(observer="histgram")),
             RecipeError,

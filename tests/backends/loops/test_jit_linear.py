@@ -29,7 +29,7 @@ def kernels(qmodel):
 def test_results_are_those_of_the_reference_backend(weight, rows):
     model, x = mlp(), torch.randn(rows, 192)
     quantized = [
-        fxq.quantize(model, fxq.Recipe.dynamic(backend=backend, weight=WEIGHTS[weight], optimize=False),
+        fxq.quantize(model, fxq.Recipe.dynamic(backend=backend, weight=WEIGHTS[weight], optimize="coverage"),
                      example_inputs=x)
         for backend in ("jit", "reference")
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_file_computes_equal_results(tmp_path):
 
 def test_static_layers_stay_steps_of_a_program():
     x = [torch.randn(8, 192) for _ in range(4)]
-    recipe = fxq.Recipe.static(backend="jit", optimize=False)
+    recipe = fxq.Recipe.static(backend="jit", optimize="coverage")
     qmodel = fxq.quantize(mlp(), recipe.override("2", fxq.Recipe.dynamic().config), data=x)
     names = [kernel.__name__ for kernel in kernels(qmodel)]
     assert names.count("JitLinear") == 1 and "JitKernel" in names
