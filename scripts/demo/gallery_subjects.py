@@ -99,7 +99,8 @@ EXHIBITS: dict[str, Exhibit] = {
         "Words, and how they are spoken.",
         gallery_text.words,
         gallery_text.words_spoken,
-        "A GRU of one word at a time is too small for integers to be faster: fxq leaves its layers in float.",
+        "A GRU of one word at a time is small: much of each tool's time is that of calls. Milliseconds vary from run to "
+        "run by a third.",
     ),
     "antibodies": Exhibit(
         out_of("iglm"),
@@ -151,8 +152,8 @@ EXHIBITS: dict[str, Exhibit] = {
         "The network itself tells how long each sound lasts, in whole frames, so that sentences can differ by frames. "
         'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences. fxq has '
         '`backend="jit"` here, since `"fastest"` tries several backends, which takes more than eight minutes. '
-        "fxq leaves the layers that decide durations in float, which the others quantize: hence no sentence differs, "
-        "and ONNX Runtime's file is faster. What remains is noise in pauses and at high frequencies, from the last "
+        "fxq leaves the layers that decide durations in float, which the others quantize: hence fewer frames differ. "
+        "What remains is noise in pauses and at high frequencies, from the last "
         "layers, whose inputs have one scale for loud and quiet frames. Milliseconds of all tools are of one run, "
         "apart from that of the other columns.",
         backend="jit",
