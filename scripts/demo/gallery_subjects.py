@@ -99,8 +99,8 @@ EXHIBITS: dict[str, Exhibit] = {
         "Words, and how they are spoken.",
         gallery_text.words,
         gallery_text.words_spoken,
-        "A GRU of one word at a time is small: much of each tool's time is that of calls. Milliseconds vary from run to "
-        "run by a third.",
+        "A GRU of one word at a time is small: much of each tool's time is that of calls. Milliseconds vary from run "
+        "to run by a third.",
     ),
     "antibodies": Exhibit(
         out_of("iglm"),
