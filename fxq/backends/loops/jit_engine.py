@@ -14,7 +14,7 @@ from fxq.backends.base import Support
 from fxq.backends.engine import EngineBackend, EngineKernel, profile_runs
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import has_memory, loops, missing
-from fxq.backends.loops.jit_recurrent import JitUnits
+from fxq.backends.loops.jit_units import JitUnits
 from fxq.backends.loops.programs.layer_steps import AttentionStep, LinearStep
 from fxq.backends.loops.programs.plan import planned
 from fxq.backends.loops.programs.planned_values import PLANNERS, NotPlannedError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxq
-from fxq.backends.loops.jit_recurrent import JitLinear
+from fxq.backends.loops.jit_units import JitLinear
 
 pytestmark = pytest.mark.any_cpu
 pytest.importorskip("numba")
@@ -41,7 +41,7 @@ def test_results_are_those_of_the_reference_backend(weight, rows):
 
 def test_a_file_computes_equal_results(tmp_path):
     x = torch.randn(5, 192)
-    qmodel = fxq.quantize(mlp(), fxq.Recipe.dynamic(backend="jit"), example_inputs=x)
+    qmodel = fxq.quantize(mlp(), fxq.Recipe.dynamic(backend="jit", optimize="coverage"), example_inputs=x)
     qmodel.save(tmp_path / "m.fxq")
     loaded = fxq.load(tmp_path / "m.fxq")
     assert JitLinear in kernels(loaded)
@@ -60,10 +60,12 @@ def test_embeddings_keep_integer_tables():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).eval()
     words = [torch.randint(0, 500, (4, 16)) for _ in range(4)]
-    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="jit"), data=words)
+    qmodel = fxq.quantize(model, fxq.Recipe.static(backend="jit", optimize="coverage"), data=words)
     assert [kernel.__name__ for kernel in kernels(qmodel)] == ["WeightOnlyEmbedding", "JitKernel"]
 
 
 def test_weights_alone():
-    qmodel = fxq.quantize(mlp(), fxq.Recipe.weight_only(backend="jit"), example_inputs=torch.randn(3, 192))
+    qmodel = fxq.quantize(
+        mlp(), fxq.Recipe.weight_only(backend="jit", optimize="coverage"), example_inputs=torch.randn(3, 192)
+    )
     assert [kernel.__name__ for kernel in kernels(qmodel)] == ["WeightOnlyLinear", "WeightOnlyLinear"]

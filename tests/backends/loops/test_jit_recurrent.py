@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxq
-from fxq.backends.loops import jit_recurrent
-from fxq.backends.loops.jit_recurrent import JitRecurrent
+from fxq.backends.loops import jit_units
+from fxq.backends.loops.jit_units import JitRecurrent
 from fxq.backends.plain.time_steps import GATES
 from fxq.common.metrics import sqnr
 from fxq.common.timed_calls import threads_set_to
@@ -177,7 +177,7 @@ def test_the_qdq_form_runs_where_memory_cannot_be_read(monkeypatch):
     wanted = call(q, x)
     with Watching():
         watched = call(q, x)
-    monkeypatch.setattr(jit_recurrent, "loops_for", lambda *args: None)
+    monkeypatch.setattr(jit_units, "loops_for", lambda *args: None)
     for results in (watched, call(q, x)):
         for y, got in zip(wanted, results, strict=True):
             assert sqnr(y, got) > 30
@@ -185,8 +185,8 @@ def test_the_qdq_form_runs_where_memory_cannot_be_read(monkeypatch):
 
 def test_a_kernel_without_a_form_says_what_is_missing(monkeypatch):
     layer, _ = kernel_of(JitRecurrent, "lstm", 5, 6)
-    monkeypatch.setattr(jit_recurrent, "loops_for", lambda *args: None)
-    monkeypatch.setattr(jit_recurrent, "missing", lambda name: "No module named 'numba'")
+    monkeypatch.setattr(jit_units, "loops_for", lambda *args: None)
+    monkeypatch.setattr(jit_units, "missing", lambda name: "No module named 'numba'")
     with pytest.raises(BackendError, match=r"no loops are compiled: No module named 'numba' \(pip install"):
         layer(activations(7, 2, 5))
 

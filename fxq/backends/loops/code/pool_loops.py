@@ -137,13 +137,13 @@ def _describe(board, function, rows, parts, count, step_bytes, row_bytes, bases,
 
 
 @helper
-def _finish(board, part):
-    """Take parts of the job, `part` if possible, until the job is finished."""
+def _finish(board, preferred):
+    """Take parts of the job, number `preferred` of a step if it is free, until the job is finished."""
     spins = 0
     while load_acquire(board + 8 * FINISHED) == 0:
-        taken = _take(board, part)
-        if taken >= 0:
-            _complete(board, taken)
+        part = _take(board, preferred)
+        if part >= 0:
+            _complete(board, part)
             spins = 0
         else:
             spins += 1

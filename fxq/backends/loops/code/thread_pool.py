@@ -1,9 +1,9 @@
 """Pool of threads that run the steps of a program together; see `pool_loops.py`.
 
-They are the threads of the OpenMP library that PyTorch uses, where it is GNU's. OpenMP's threads keep a core busy for
-a while after each operator of PyTorch, so that other threads would have to share the core with them. Elsewhere, and in
-a forked process, where OpenMP's threads are missing, the pool starts threads when a program first needs them. These
-wait in compiled code, without the GIL, for a fraction of a millisecond, and sleep after that.
+Where PyTorch uses GNU's OpenMP library, they are its threads. These keep a core busy for a while after each operator of
+PyTorch, so that other threads would have to share the core with them. With another library, and in a forked process,
+which has none of the threads of its parent, the pool starts threads when a program first needs them. They wait in
+compiled code, without the GIL, for a fraction of a millisecond, and sleep after that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OpenMP:
 
     @classmethod
     def of_torch(cls) -> OpenMP | None:
-        """Return the functions of the library whose threads PyTorch uses; None if it is not GNU's."""
+        """Return the functions of the library whose threads PyTorch uses; None if it does not have them."""
         try:
             library: Any = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
             functions = library.GOMP_parallel, library.omp_get_thread_num

@@ -20,7 +20,7 @@ from fxq.graph.unit import Calls
 
 
 class JitLinear(DynamicLinear):
-    """Linear layer with dynamic activations, also of int8 weights with scales per channel: a compiled loop."""
+    """Linear layer with dynamic activations and a weight of 2 to 8 bits, which compiled loops run."""
 
     name: ClassVar[str] = "jit.dynamic_linear"
     arranges: ClassVar[bool] = True
@@ -80,7 +80,9 @@ class JitUnits(RowBackend):
     name: ClassVar[str] = "jit"
 
     def has_kernel(self, calls: Calls, dynamic: bool) -> bool:
-        """Whether a kernel runs a unit of these ops, or its first ops. Steps of programs run static linear layers.
+        """Whether a kernel of this table runs a unit of these ops, or its first ops.
+
+        It runs no static linear layer, since those are steps of programs.
 
         Args:
             calls: the ops of the unit.
