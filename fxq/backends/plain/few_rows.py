@@ -48,11 +48,9 @@ class FewRowsProduct:
         scales = -(-columns // block)
         scale = stored.scale.expand(outputs) if stored.block is None else stored.scale
         scale = scale.reshape(outputs, scales).to(torch.float32).contiguous()
-        lowest = 2.0 ** (packing.bits - 1) if packing is not None and packing.signed else 0.0
-        offset, zero = scale, lowest
+        offset, zero = scale, _lowest(stored)
         if stored.zero_point is not None:
-            zero_point = stored.zero_point.expand(outputs) if stored.block is None else stored.zero_point
-            offset, zero = (zero_point.reshape(outputs, scales) + lowest) * scale, 1.0
+            offset, zero = zeros_of(stored).expand(outputs, scales) * scale, 1.0
         chunks, halves = -(-row_bytes // _CHUNK), 2 if is_packed else 1
         span = chunks if scales == 1 else math.gcd(block, row_bytes if is_packed else 0) // _CHUNK
         starts = torch.arange(0, chunks, span, device="cpu").view(-1, 1) * _CHUNK
@@ -159,6 +157,22 @@ class FewRowsProduct:
         function = self._loops.few_integers_part if of_integers else self._loops.few_rows_part
         job = Job(code_address(function), table.data_ptr(), counts.data_ptr(), 1, 0, 8 * self._loops.PART_FIELDS)
         return job, table, counts
+
+
+def _lowest(stored: StoredWeight) -> float:
+    """Number that is added to the values of a weight as the loops read them: no packed value is negative then."""
+    return 2.0 ** (stored.packing.bits - 1) if stored.packing is not None and stored.packing.signed else 0.0
+
+
+def zeros_of(stored: StoredWeight) -> Tensor:
+    """Zero points of the values as the loops read them, counted from the lowest value of packed ones.
+
+    Returns:
+        (O or 1, number of scales of a row).
+    """
+    if stored.zero_point is None:
+        return torch.full((1, 1), _lowest(stored), device="cpu")
+    return (stored.zero_point.reshape(-1, 1) if stored.block is None else stored.zero_point) + _lowest(stored)
 
 
 def _bytes_as_read(stored: StoredWeight) -> int:

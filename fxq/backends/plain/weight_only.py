@@ -18,6 +18,7 @@ from fxq.backends.kernel import Kernel, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
 from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
 from fxq.backends.plain.panel_product import PanelProduct
+from fxq.backends.plain.split_product import SplitProduct, split_refused
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
 from fxq.graph.unit import OpCall
 from fxq.ops import OPS
@@ -176,15 +177,12 @@ class WeightOnlyLinear(WeightOnlyKernel):
             return None
         return self._product(x, 0)
 
-    def many_rows(self, x: Tensor) -> PanelProduct | None:
+    def many_rows(self, x: Tensor) -> PanelProduct | SplitProduct | None:
         """Compiled product for inputs like these; None if there are few rows, if it is not faster, or there is none."""
-        columns = math.prod(self.stored_weight().row)
+        stored = self.stored_weight()
+        columns = math.prod(stored.row)
         few = self._product(x, 0) if x.shape[-1:] == (columns,) and x.numel() > MAX_ROWS * columns else None
-        loops = None if few is None else loops_for("panel_loops", 0)
-        if few is None or loops is None or not loops.IS_FASTER:
-            return None
-        product: PanelProduct = self._cached("many_rows_of_floats", lambda: PanelProduct(loops, few))
-        return product
+        return None if few is None else self._cached("many_rows_of_floats", lambda: _product_of_many_rows(stored, few))
 
     def of_many_rows(self, x: Tensor) -> Tensor:
         """float32 (..., K) -> float32 (..., O), for more rows than those of `few_rows`."""
@@ -234,6 +232,15 @@ class WeightOnlyLinear(WeightOnlyKernel):
         rows, size = max(_PIECE_ELEMENTS // stored.row[0], 1), len(stored.values)
         pieces = [stored.some(lambda t, i=i: t[i : i + rows]) for i in range(0, size, rows)]  # type: ignore[misc]
         return pieces, stored.scale if stored.scales_results else None, (min(rows, size), stored.row[0])
+
+
+def _product_of_many_rows(stored: StoredWeight, few: FewRowsProduct) -> PanelProduct | SplitProduct | None:
+    """Fastest compiled product of many rows of floats with a weight; None if none is faster than PyTorch's."""
+    loops = loops_for("split_float_loops", 0)
+    if loops is not None and loops.IS_FASTER and split_refused(stored) is None:
+        return SplitProduct(loops, stored, few)
+    loops = loops_for("panel_loops", 0)
+    return PanelProduct(loops, few) if loops is not None and loops.IS_FASTER else None
 
 
 class WeightOnlyExperts(WeightOnlyKernel):

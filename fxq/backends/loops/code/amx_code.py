@@ -36,7 +36,7 @@ from fxq.backends.loops.code.epilogue_code import (
     with_residual,
 )
 from fxq.backends.loops.code.machine_code import GROUP, choose, on_addresses
-from fxq.backends.loops.code.vectors import INT8, INT16, INT32, INT64, INTS, LANES, load, number, store
+from fxq.backends.loops.code.vectors import FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, store
 
 TILE_ROWS, ROW_BYTES = 16, 64
 """Size of a tile."""
@@ -45,8 +45,10 @@ PIXELS_AT_ONCE, BLOCKS_AT_ONCE = 2 * TILE_ROWS, 2
 """Pixels and blocks of 16 columns whose sums are in tiles at once."""
 STATE_BYTES = len(CONFIG) + 8 * TILE_BYTES
 """Bytes of memory for the configuration of tiles, and for tiles that are emulated."""
-_PIXEL_TILE, _WEIGHT_TILE = 4, 6
+PIXEL_TILE, WEIGHT_TILE = 4, 6
 """Numbers of the first tiles of pixels and of weights. Tiles of sums are before."""
+_PAIR_BYTES = 4
+"""Bytes of two bfloat16."""
 _SIZES_OF_ROWS, _COUNTS_OF_ROWS = 16, 48
 """Offsets in the configuration: bytes of the rows of each tile, int16; number of rows of each, int8."""
 
@@ -77,9 +79,9 @@ def configure(b, state, size):
     if not machine_code.KIND.has_amx:
         return
     store(b, ir.Constant(ir.ArrayType(INT8, len(CONFIG)), bytearray(CONFIG)), state)
-    for tile in (_PIXEL_TILE, _PIXEL_TILE + 1):
+    for tile in (PIXEL_TILE, PIXEL_TILE + 1):
         store(b, b.trunc(size, INT8), b.add(state, number(_SIZES_OF_ROWS + 2 * tile)))
-    for tile in (_WEIGHT_TILE, _WEIGHT_TILE + 1):
+    for tile in (WEIGHT_TILE, WEIGHT_TILE + 1):
         store(b, b.trunc(b.udiv(size, number(GROUP)), INT8), b.add(state, number(_COUNTS_OF_ROWS + tile)))
     if not _is_emulated():
         _call(b, "ldtilecfg", _pointer(b, state))
@@ -121,6 +123,17 @@ def multiply_tiles(b: Any, state: Any, sums: int, pixels: int, weight: int) -> N
         _call(b, "tdpbusd", sums, pixels, weight)
 
 
+def multiply_float_tiles(b: Any, state: Any, sums: int, rows: int, weight: int) -> None:
+    """Add the products of bfloat16 in a tile of rows and in one of a weight to a tile of float32 sums.
+
+    A tile of rows is bfloat16 (16, 32), one of a weight bfloat16 (16, 16, 2): pairs of adjacent numbers of 16 columns.
+    """
+    if _is_emulated():
+        _emulate(b, _multiply_float_tiles, state, *map(number, (sums, rows, weight)))
+    else:
+        _call(b, "tdpbf16ps", sums, rows, weight)
+
+
 # ---- emulated instructions
 
 
@@ -160,6 +173,25 @@ def _multiply_tiles(b: Any, state: Any, sums: Any, pixels: Any, weight: Any) -> 
             columns = products.group_of_weight(b, _row_of_tile(b, state, weight, group.index))
             b.store(products.add_products(b, b.load(total), values, columns), total)
         store(b, b.load(total), place)
+
+
+def _multiply_float_tiles(b: Any, state: Any, sums: Any, rows: Any, weight: Any) -> None:
+    with cgutils.for_range(b, _rows(b, state, sums), intp=INT64) as row:
+        place, x = (_row_of_tile(b, state, tile, row.index) for tile in (sums, rows))
+        total = cgutils.alloca_once(b, FLOATS)
+        b.store(load(b, place, FLOATS), total)
+        with cgutils.for_range(b, b.udiv(_bytes_of_row(b, state, rows), number(_PAIR_BYTES)), intp=INT64) as pair:
+            numbers = vectors.splat(b, load(b, b.add(x, b.mul(pair.index, number(_PAIR_BYTES))), INT32))
+            columns = load(b, _row_of_tile(b, state, weight, pair.index), INTS)
+            for of_x, of_columns in zip(_floats_of_pairs(b, numbers), _floats_of_pairs(b, columns), strict=True):
+                b.store(vectors.multiply_add(b, of_x, of_columns, b.load(total)), total)
+        store(b, b.load(total), place)
+
+
+def _floats_of_pairs(b: Any, pairs: Any) -> tuple[Any, Any]:
+    """First and second bfloat16 of each of 16 pairs, as float32."""
+    low, high = (ir.Constant(INTS, [value] * LANES) for value in (16, 0xFFFF0000))
+    return b.bitcast(b.shl(pairs, low), FLOATS), b.bitcast(b.and_(pairs, high), FLOATS)
 
 
 def _row_of_tile(b: Any, state: Any, tile: Any, row: Any) -> Any:
@@ -256,13 +288,13 @@ def sums_of_tiles(rows: int, columns: int) -> Any:
                 block = b.load(weight)
                 for c in range(columns):
                     place = b.add(block, b.mul(tiles.block_bytes, number(c)))
-                    load_tile(b, state, _WEIGHT_TILE + c, place, number(ROW_BYTES))
+                    load_tile(b, state, WEIGHT_TILE + c, place, number(ROW_BYTES))
                 b.store(b.add(block, b.mul(tiles.size, number(LANES))), weight)
                 for r, line in enumerate(lines):
                     place = b.add(line, b.mul(step.index, tiles.size))
-                    load_tile(b, state, _PIXEL_TILE + r, place, tiles.x_step)
+                    load_tile(b, state, PIXEL_TILE + r, place, tiles.x_step)
                 for r, c in pairs:
-                    multiply_tiles(b, state, columns * r + c, _PIXEL_TILE + r, _WEIGHT_TILE + c)
+                    multiply_tiles(b, state, columns * r + c, PIXEL_TILE + r, WEIGHT_TILE + c)
         for r, c in pairs:
             store_tile(b, state, columns * r + c, b.add(sums, number(TILE_BYTES * (BLOCKS_AT_ONCE * c + r))))
 

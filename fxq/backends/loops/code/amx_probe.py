@@ -59,11 +59,11 @@ define void @product(ptr %config, ptr %start, ptr %x, ptr %weight, ptr %sums) {
 
 @cache
 def has_amx() -> bool:
-    """Whether the CPU has AMX with integers of 8 bits, and the operating system has switched it on."""
+    """Whether the CPU has AMX with integers of 8 bits and bfloat16, and the operating system has switched it on."""
     import llvmlite.binding
 
     features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("amx-int8") and features.get("amx-tile"))
+    return all(features.get(name) for name in ("amx-int8", "amx-bf16", "amx-tile"))
 
 
 @cache

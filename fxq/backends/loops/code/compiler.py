@@ -27,7 +27,7 @@ from fxq.quant.stored_grids import PLAIN_TENSORS
 
 MODULES = (
     "row_loops", "step_loops", "recurrent_loops", "program_loops", "few_rows_loops", "many_rows_loops", "panel_loops",
-    "token_loops", "pool_loops", "rounding_loops",
+    "split_float_loops", "token_loops", "pool_loops", "rounding_loops",
 )  # fmt: skip
 """Modules of this folder that hold the compiled functions."""
 log = logging.getLogger("fxq")

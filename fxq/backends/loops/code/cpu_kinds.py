@@ -73,8 +73,8 @@ class CpuKind:
 
 _DOT_256 = "llvm.x86.avx512.vpdpbusd.256"
 """Intrinsic of `vpdpbusd` with 256 bits. LLVM encodes it as AVX-VNNI where there is no AVX512."""
-AMX = ("amx-int8", "amx-tile")
-"""LLVM features of AMX with integers of 8 bits."""
+AMX = ("amx-int8", "amx-bf16", "amx-tile")
+"""LLVM features of AMX with integers of 8 bits and bfloat16."""
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
 _DOT_NEON = "llvm.aarch64.neon.{}dot.v4i32.v16i8"

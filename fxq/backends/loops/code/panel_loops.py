@@ -66,13 +66,13 @@ _PART_FIELDS, _CALL_FIELDS = len(FloatPartField), len(FloatCallField)
 
 
 @helper
-def _address(array):
+def address_of_array(array):
     """Address of an array."""
     return np.int64(array.ctypes.data)
 
 
 @helper
-def _read_words(source, row_bytes, count, length, flip, out):
+def _copy_words(source, row_bytes, count, length, flip, out):
     """Write `length` bytes of each of `count` rows to `out`, int32 (words, COLUMNS). `flip` are bits to flip."""
     words, rest, flip = length // 4, length % 4, np.int32(flip)
     for c in range(count):
@@ -87,7 +87,7 @@ def _read_words(source, row_bytes, count, length, flip, out):
 
 
 @helper
-def _read_numbers(part, column, width, out):
+def read_numbers(part, column, width, out):
     """Write factors, offsets and biases of `width` columns to `out`, float32 (panels, 2 * scales + 1, COLUMNS)."""
     outputs, scales, zero = part[FloatPartField.OUTPUTS], part[FloatPartField.SCALES], _f(part[FloatPartField.ZERO])
     scale = carray(floats(part[FloatPartField.SCALE]), (outputs, scales))
@@ -102,25 +102,39 @@ def _read_numbers(part, column, width, out):
 
 
 @helper
-def _unpack(part, column, first, depth, numbers, words, of_rows, out):
-    """Unpack values `first` to `first + depth` of rows of the weight from `column` on to a panel at the address `out`.
+def read_words(part, column, first, depth, words, of_rows):
+    """Read values `first` to `first + depth` of rows of the weight from `column` on, four to a word.
 
-    `words` and `of_rows` are scratch memory, int32 (words, COLUMNS) and uint8 (COLUMNS, _DEPTH). `numbers` is the
-    address of the factors and offsets of the panel.
+    `words`, int32 (words, COLUMNS), is written; `of_rows` is scratch memory, uint8 (COLUMNS, 4 * words).
+
+    Returns:
+        Shift to the right of each word before its values are read, and the bits that are read then.
     """
-    kind, row_bytes, block = part[FloatPartField.KIND], part[FloatPartField.ROW_BYTES], part[FloatPartField.BLOCK]
-    count, offsets = min(COLUMNS, part[FloatPartField.END] - column), 4 * COLUMNS * part[FloatPartField.SCALES]
+    kind, row_bytes = part[FloatPartField.KIND], part[FloatPartField.ROW_BYTES]
+    count = min(COLUMNS, part[FloatPartField.END] - column)
     source, is_packed = part[FloatPartField.WEIGHT] + row_bytes * column, SIGNED4 <= kind < UNPACKED
     is_high = is_packed and first >= row_bytes
     if kind >= UNPACKED:
-        bits, at_rows = kind - UNPACKED, _address(of_rows)
+        bits, at_rows, step = kind - UNPACKED, address_of_array(of_rows), of_rows.shape[1]
         for c in range(count):
-            unpack_row(bits, source + row_bytes * c + first // UNIT * (bits * UNIT // 8), depth, at_rows + _DEPTH * c)
-        _read_words(at_rows, _DEPTH, count, depth, 0, words)
+            unpack_row(bits, source + row_bytes * c + first // UNIT * (bits * UNIT // 8), depth, at_rows + step * c)
+        _copy_words(at_rows, step, count, depth, 0, words)
     else:
         start = first - row_bytes if is_high else first
-        _read_words(source + start, row_bytes, count, depth, 0x88888888 if kind == SIGNED4 else 0, words)
-    shift, mask, done, at_words = 4 if is_high else 0, 0x0F0F0F0F if is_packed else -1, 0, _address(words)
+        _copy_words(source + start, row_bytes, count, depth, 0x88888888 if kind == SIGNED4 else 0, words)
+    return 4 if is_high else 0, 0x0F0F0F0F if is_packed else -1
+
+
+@helper
+def _unpack(part, column, first, depth, numbers, words, of_rows, out):
+    """Unpack values `first` to `first + depth` of rows of the weight from `column` on to a panel at the address `out`.
+
+    `words` and `of_rows`: see `read_words`. `numbers` is the address of the factors and offsets of the panel.
+    """
+    kind, block = part[FloatPartField.KIND], part[FloatPartField.BLOCK]
+    offsets = 4 * COLUMNS * part[FloatPartField.SCALES]
+    shift, mask = read_words(part, column, first, depth, words, of_rows)
+    done, at_words = 0, address_of_array(words)
     while done < depth:
         k = (first + done) // block
         size = min(depth, (k + 1) * block - first) - done
@@ -164,12 +178,19 @@ def _multiply_block(part, call, column, panels, first, depth, numbers, unpacked,
         count = rows * (k // panels + 1) // blocks - r
         target, target_bytes = out + 4 * (outputs * r + column + COLUMNS * p), 4 * outputs
         if column + COLUMNS * (p + 1) > part[FloatPartField.END]:
-            target, target_bytes = _address(scratch[r]), 4 * COLUMNS
-        added, added_bytes = (target, target_bytes) if first else (_address(numbers[p, 2 * scales]), 0)
+            target, target_bytes = address_of_array(scratch[r]), 4 * COLUMNS
+        added, added_bytes = (target, target_bytes) if first else (address_of_array(numbers[p, 2 * scales]), 0)
         _multiply(
-            x + 4 * (columns * r + first), 4 * columns, count, _address(unpacked[p]), depth, added, added_bytes, target,
-            target_bytes,
+            x + 4 * (columns * r + first), 4 * columns, count, address_of_array(unpacked[p]), depth, added, added_bytes,
+            target, target_bytes,
         )  # fmt: skip
+
+
+@helper
+def half_of(part):
+    """Number of values of the first half of a row that is packed in halves, else of the row."""
+    is_packed = SIGNED4 <= part[FloatPartField.KIND] < UNPACKED
+    return part[FloatPartField.ROW_BYTES] if is_packed else part[FloatPartField.COLUMNS]
 
 
 @compiled("i64* i i64*")
@@ -185,15 +206,15 @@ def multiply_floats_part(part, _count, call):
     numbers = np.zeros((_BLOCK_PANELS, 2 * part[FloatPartField.SCALES] + 1, COLUMNS), _f)
     unpacked, scratch = np.empty((_BLOCK_PANELS, _DEPTH, COLUMNS), _f), np.empty((rows, COLUMNS), _f)
     words, of_rows = np.zeros((_DEPTH // 4, COLUMNS), np.int32), np.empty((COLUMNS, _DEPTH), np.uint8)
-    half = part[FloatPartField.ROW_BYTES] if SIGNED4 <= part[FloatPartField.KIND] < UNPACKED else columns
+    half = half_of(part)
     for column in range(part[FloatPartField.FIRST], end, COLUMNS * _BLOCK_PANELS):
         width = min(COLUMNS * _BLOCK_PANELS, end - column)
         panels, first = (width + COLUMNS - 1) // COLUMNS, 0
-        _read_numbers(part, column, width, numbers)
+        read_numbers(part, column, width, numbers)
         while first < columns:
             depth = min(_DEPTH, (half if first < half else columns) - first)
             for p in range(panels):
-                at_numbers, at_panel = _address(numbers[p]), _address(unpacked[p])
+                at_numbers, at_panel = address_of_array(numbers[p]), address_of_array(unpacked[p])
                 _unpack(part, column + COLUMNS * p, first, depth, at_numbers, words, of_rows, at_panel)
             _multiply_block(part, call, column, panels, first, depth, numbers, unpacked, scratch)
             first += depth

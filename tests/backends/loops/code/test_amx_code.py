@@ -19,7 +19,7 @@ emitted = pytest.importorskip("tests.support.emitted")
 
 needs_kind = pytest.mark.skipif(not emitted.WITH_AMX, reason="AMX is emulated on CPUs with AVX512-VNNI")
 OF_KINDS = st.sampled_from(emitted.WITH_AMX or [None])
-AMX_FEATURES = "+sse2,+avx2,+fma,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,+amx-int8,+amx-tile"
+AMX_FEATURES = "+sse2,+avx2,+fma,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni,+amx-int8,+amx-bf16,+amx-tile"
 
 
 def product(rows, columns, configured=True, released=False):

@@ -24,7 +24,7 @@ emitted = pytest.importorskip("tests.support.emitted")
 AVX2 = "+sse2,+avx2,+fma"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
 FEATURES = {
-    "amx_int8": f"{AVX512},+avx512vnni,+amx-int8,+amx-tile",
+    "amx_int8": f"{AVX512},+avx512vnni,+amx-int8,+amx-bf16,+amx-tile",
     "avx512_vnni": f"{AVX512},+avx512vnni",
     "avx512": AVX512,
     "avx_vnni": f"{AVX2},+avxvnni",
