@@ -299,6 +299,7 @@ class TokenBinder(Binder):
             self.checks[name].new = [*[None] * len(outputs), *(builder.new_entries(node) for node in builder.states)]
             text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
             yield BoundLine(results[-1], text, reads, writes)
+            yield from segment.waiting.values()
         else:
             unchecked = [node for node in builder.inputs if node not in self.checked]
             shapes = tuple(torch.Size(self.kinds[node][1][0]) for node in unchecked)
@@ -306,8 +307,9 @@ class TokenBinder(Binder):
                 reads = tuple(self.names[node] for node in unchecked)
                 text = f"{self._constant(check_shapes)}({self._constant(shapes)}, {', '.join(reads)})"
                 yield BoundLine(unchecked[-1], text, reads)
-            yield from map(self._attending, nodes.values())
-        yield from segment.waiting.values()
+            # layers of the segment may read roundings that wait
+            lines = {node: self._attending(line) for node, line in nodes.items()} | segment.waiting
+            yield from (lines[line.node] for line in self.lines if line.node in lines)
         self.checked.update(builder.inputs, (node for node in nodes if node not in builder.states))
 
     def _is_covered(self, user: fx.Node, nodes: Mapping[fx.Node, BoundLine]) -> bool:

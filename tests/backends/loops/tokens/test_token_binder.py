@@ -315,6 +315,15 @@ def test_layers_that_round_their_input_are_steps(options, batch):
         assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
 
 
+@pytest.mark.parametrize(("batch", "length"), [(2, 4), (4, 4), (3, 2)])
+def test_several_tokens_of_several_sequences(batch, length):
+    """No step can write the transposed heads of such a batch, so layers read what the graph rounds."""
+    qmodel = rounding()
+    got = generated(qmodel, call, batch=batch, length=length, tokens=4)
+    for ours, theirs in zip(got, generated(qmodel, plain, batch=batch, length=length, tokens=4), strict=True):
+        assert sqnr(theirs, ours) > 45  # a value between two integers may be rounded to either
+
+
 def test_an_input_that_other_ops_read_as_integers_is_still_rounded():
     """The layer after the gate is too narrow for the loop in 4 bits, so it reads integers that the graph rounds."""
     qmodel = rounding(weight=fxq.Recipe.weight_only(bits=4, per=32).config.weight)
