@@ -205,7 +205,7 @@ def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: boo
         except (TraceError, InputError) as failure:
             # an error without a cause is a refusal that parts cannot avoid: shared state, or values that are not finite
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
-    parts, refused = _in_parts(run, why, observed) if why and not recipe.strict_trace else (None, "")
+    parts, refused = _in_parts(run, why, observed, error) if why and not recipe.strict_trace else (None, "")
     if parts is not None:
         return parts
     if error is not None:
@@ -218,13 +218,25 @@ def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: boo
     return observed
 
 
-def _in_parts(run: PartsRun, why: str, observed: ObservedModel | None) -> tuple[ObservedParts | None, str]:
-    """Return the model in parts, None if one graph serves as well or there are no parts; and what prevented them."""
+def _in_parts(
+    run: PartsRun, why: str, observed: ObservedModel | None, error: FxqError | None
+) -> tuple[ObservedParts | None, str]:
+    """Return the model in parts, None if one graph serves as well or there are no parts; and what prevented them.
+
+    Args:
+        run: the run with parts.
+        why: why the model is quantized in parts.
+        observed: the model as one graph, if there is one.
+        error: error of the trace of the whole model, if there is none. Its cause is not repeated.
+    """
     try:
         run.begin(why)
     except TraceError:
         return None, ""  # there are no parts: the error of the whole model says more
     except InputError as failure:
+        causes = [None if e is None or e.__cause__ is None else words_of(e.__cause__) for e in (failure, error)]
+        if causes[0] is not None and causes[0] == causes[1]:
+            return None, ""
         return None, f"It cannot be quantized in parts either: {words_of(failure)}"
     is_better = observed is None or run.has_parts_in(untraced_modules(observed))
     return ObservedParts(run) if is_better else None, ""

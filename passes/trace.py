@@ -64,6 +64,7 @@ class Trace(Pass):
             while isinstance(traced := _traced(context, broken, run), dict):
                 broken |= traced
         except TraceError:
+            _check_example(context, run)
             # a leaf cannot take the argument of a module with a loop over rows, such as a cache: unroll the loop
             if context.recipe.strict_trace or not any(_LOOP in why for why in broken.values()):
                 raise
@@ -290,11 +291,17 @@ def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptStat
             yield kept
 
 
+def _check_example(context: Context, run: FloatRun) -> None:
+    """Raise `InputError` if the float model does not run on the example."""
+    if run.error is not None:
+        problem = f"the model does not run on the example {context.example}: {words_of(run.error)}"
+        raise InputError(problem) from run.error
+
+
 def _compared(context: Context, tracer: Tracer, run: FloatRun) -> tuple[Any, CannotTrace | None]:
     """Output of the float model for the example; and the place where the traced graph differs, or None."""
     model, example, fixed = context.model, context.example, context.recipe.concrete_args
-    if run.error is not None:
-        raise InputError(f"the model does not run on the example {example}: {words_of(run.error)}") from run.error
+    _check_example(context, run)
     if same_values(tracer.returned, run.outputs):
         return run.outputs, None
     again = Tracer(tracer.leaves, example, fixed, unroll=tracer.unroll, record=True, created=tracer.created)

@@ -209,6 +209,8 @@ class StateSnapshot:
             if len(before) == len(now) and all(now.get(key, ABSENT) is was for key, was in before.items()):
                 continue
             for key in dict.fromkeys((*before, *now)):
+                if key in _HOOK_FLAGS:
+                    continue
                 was, new = before.get(key, ABSENT), now.get(key, ABSENT)
                 moved = advanced(new, was)
                 if moved is None and isinstance(value, OuterVariables) and not value.sets(key):
@@ -227,7 +229,10 @@ class StateSnapshot:
                 now = _slots(value, _items(value)).get(key, ABSENT) if _may_iterate(item) else item
                 if now is not item and advanced(now, item) is not None:
                     _put_slot(value, key, item)
+            flags = {key: value[key] for key in _HOOK_FLAGS if key in value} if type(value) is dict else {}
             _put_items(value, items, ordered=name != "" and not name.endswith("."))
+            if flags:
+                value.update(flags)
         for _, _, value, content in self._contents.values():
             if not has_content(value, content):
                 put_content(value, content)
@@ -241,6 +246,8 @@ def _alike(a: Any, b: Any) -> bool:
 # ---- containers
 
 _CONTAINERS = (dict, list, deque, set)
+_HOOK_FLAGS = ("_output_capturing_hooks_installed",)
+"""Attributes by which transformers notes that the first call has installed hooks. Hooks are not removed, so these stay."""
 _WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 
 

@@ -26,6 +26,8 @@ many times the error of float32 arithmetic.
 
 
 FLOAT32 = torch.finfo(torch.float32).max
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+"""Floats below it may be 0 in a kernel."""
 MAX_KERNEL_VALUE = FLOAT32 / 2**24
 """Values from which on a kernel may overflow float32: it may multiply an int32 sum by a scale, 1/127 of the largest."""
 
@@ -249,7 +251,9 @@ def _limited(expected: RegionOutput, limits: Tolerances) -> tuple[Tensor, float]
         grid = options_of(rounded.last)
         if not isinstance(grid["scale"], Tensor):
             return (rounded.in_steps - grid["zero_point"]) * grid["scale"], (0.5 + limits.tolerance) * grid["scale"]
-    return value, limits.float_tolerance * largest(_finite(value)) if value.dtype.is_floating_point else 0.0
+    if not value.dtype.is_floating_point:
+        return value, 0.0
+    return value, limits.float_tolerance * largest(_finite(value)) + _SMALLEST_NORMAL
 
 
 def _apart(want: Tensor, got: Tensor) -> Tensor:

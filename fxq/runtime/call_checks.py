@@ -99,7 +99,7 @@ def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, 
     placeholders = gm.graph.find_nodes(op="placeholder")
     names = [str(node.target) for node in placeholders]
     if any(name.startswith("*") for name in names):
-        return ""
+        return _unknown_keyword(names, kwargs)
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
         return f"{twice[0]!r} is passed twice"
@@ -108,9 +108,9 @@ def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, 
         return f"it also needs {', '.join(missing)}"
     if len(args) > len(names):
         return f"it takes {len(names)} input{'s' if len(names) > 1 else ''}: {', '.join(names)}"
-    unknown = [name for name in kwargs if name not in names]
+    unknown = _unknown_keyword(names, kwargs)
     if unknown:
-        return f"it has no input {unknown[0]!r}; its inputs are {', '.join(names)}"
+        return unknown
     for node, value in inputs_for(gm.graph, Batch(args, kwargs)).items():
         about = info(node)
         if about.shape is None or not isinstance(value, Tensor):
@@ -119,6 +119,15 @@ def _other_kind(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, 
             example = described(torch.empty(about.shape, dtype=about.dtype, device="meta"))
             return f"{str(node.target)!r} was {example} in the example that it was traced with"
     return ""
+
+
+def _unknown_keyword(names: list[str], kwargs: Mapping[str, Any]) -> str:
+    """Text about a keyword that is no input of the graph, whose inputs have these names; empty if there is none."""
+    unknown = [name for name in kwargs if name not in names]
+    if not unknown or any(name.startswith("**") for name in names):
+        return ""
+    left_out = " (a keyword that the example leaves out is none, if forward takes *args)" if "*args" in names else ""
+    return f"it has no input {unknown[0]!r}; its inputs are {', '.join(names)}{left_out}"
 
 
 def _tool(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

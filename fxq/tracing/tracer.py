@@ -372,14 +372,17 @@ class Tracer(fx.Tracer):
     # ---- modules
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is a leaf: named by the recipe, a module of torch, or in the op table."""
+        """Whether a module is a leaf: named by the recipe, in the op table, or a module of torch.
+
+        Of the latter, nn.Transformer only calls its encoder and decoder, and is traced.
+        """
         if is_kept(module_qualified_name, self.leaves):
             return True
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(m):
             return False  # a forward set on the object replaces that of its type, which the op table describes
         own = type(m).__mro__[1] if parametrize.is_parametrized(m) else type(m)
-        is_op = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) or OPS.of_call(own) is not None
-        return is_op and not has_traced_weights(m)
+        is_whole = own.__module__.startswith(("torch.nn.", "torch.ao.nn.")) and own is not nn.Transformer
+        return (is_whole or OPS.of_call(own) is not None) and not has_traced_weights(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace a call of a module of the model. Modules that a graph cannot call, such as wrappers, run as code."""

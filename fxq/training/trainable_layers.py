@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.derived_weights import ComputedConstant, FoldedNorm, ParameterRows
 from fxq.quant.fake_quantize import FakeQuantizeWeight
 from fxq.quant.observers import observer_for
-from fxq.quant.qparams import QParams
+from fxq.quant.qparams import QParams, scale_dtype
 from fxq.rewriting.computed import TrainableConstant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.rewriter import Rewriter
@@ -212,7 +212,7 @@ class TrainableLayers:
         edges = self.grids.get(weight_key(info(read).stands_for), (None, ()))[1]
         grid = grid_of(self.gm, read)
         for at, edge in enumerate(edges):
-            if isinstance(edge.qparams, QParams) and edge.qparams.same_as(grid):
+            if isinstance(edge.qparams, QParams) and any(chosen.same_as(grid) for chosen in _as_stored(edge.qparams)):
                 return at, edge
         raise PassError(f"{where(self.gm, read)}: choose-grids has chosen no grid for this weight.")
 
@@ -235,6 +235,13 @@ class TrainableLayers:
 
     def _call(self, function: Any, args: tuple[Any, ...], before: fx.Node) -> fx.Node:
         return self.rewriter.node("call_function", function, args, like=before, before=before, name=function.__name__)
+
+
+def _as_stored(grid: QParams) -> Iterator[QParams]:
+    """A chosen grid of a weight, and with blocks also the grid whose scales insert-qdq has stored in float16."""
+    yield grid
+    if grid.block is not None:
+        yield replace(grid, scale=grid.scale.to(scale_dtype(grid.scale)).float())
 
 
 def _float_path(read: fx.Node) -> str:
