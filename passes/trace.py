@@ -32,6 +32,7 @@ from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.cannot_trace import CannotTrace, around
 from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
+from fxq.tracing.failure import Untraceable
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.proxies import is_value
@@ -141,7 +142,8 @@ def _traced(
     if kept and not recipe.strict_trace:
         return kept
     if breaks:
-        raise TraceError(breaks[0].why)
+        why = breaks[0].why
+        raise TraceError(why) from Untraceable(why)  # with a cause, parts of the model are tried
     context.divisible = _counts_samples(context, gm) if divisible is None else divisible
     if written:
         warn(_UNWRITTEN.format(names=", ".join(written), model=type(context.model).__name__))

@@ -209,7 +209,7 @@ class StateSnapshot:
             if len(before) == len(now) and all(now.get(key, ABSENT) is was for key, was in before.items()):
                 continue
             for key in dict.fromkeys((*before, *now)):
-                if key in _HOOK_FLAGS:
+                if type(key) is str and key in _HOOK_FLAGS:  # a traced value may be a key
                     continue
                 was, new = before.get(key, ABSENT), now.get(key, ABSENT)
                 moved = advanced(new, was)
@@ -247,7 +247,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 _CONTAINERS = (dict, list, deque, set)
 _HOOK_FLAGS = ("_output_capturing_hooks_installed",)
-"""Attributes by which transformers notes that the first call has installed hooks. Hooks are not removed, so these stay."""
+"""Attributes by which transformers notes that a first call has installed hooks. They stay, as the hooks do."""
 _WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 
 

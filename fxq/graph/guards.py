@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +42,16 @@ def check_same(value: Any, expected: Any, how: str, place: str, text: str) -> No
     """
     got = HOW[how](value)
     if got != expected:
+        is_size = how in ("int", "index", "len") and _FIXES_A_SIZE.search(text)
+        hint = " len(x), int(...) and a loop over x fix a size in the graph; x.shape[0] does not." if is_size else ""
         raise InputError(
             f"{place}: the graph was traced with inputs for which {how} of a value in `{text}` is {expected!r}, but "
             f"here it is {got!r}. A graph has no branches: quantize the model again with an example like this "
-            "(example_inputs), one for each."
+            f"(example_inputs), one for each.{hint}"
         )
 
+
+_FIXES_A_SIZE = re.compile(r"\b(len|int)\(|\bfor\b.*\bin\b")
 
 TENSOR, NUMBER = "<a tensor>", "<a number>"
 

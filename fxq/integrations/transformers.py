@@ -247,10 +247,22 @@ def _tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Example inputs of the encoder: tokens, or audio features as Whisper takes them."""
+    """Example inputs of the encoder: tokens, audio features as Whisper takes them, or images.
+
+    Raises:
+        InputError: the model takes other inputs.
+    """
     if model.main_input_name == "input_ids":
         return {"input_ids": _tokens(model, _ENCODED)}
     config: Any = model.config
+    if not hasattr(config, "max_source_positions"):
+        call = _call_of(model.get_encoder())
+        if not call:
+            raise InputError(
+                f"{type(model).__name__} takes {model.main_input_name}, of which fxq has no example. Quantize its "
+                "encoder alone, with example_inputs, and keep the decoder in float."
+            )
+        return call
     frames = config.max_source_positions * 2  # the encoder halves their number
     values = torch.linspace(-1, 1, _BATCH * config.num_mel_bins * frames).sin()
     call = {model.main_input_name: values.reshape(_BATCH, config.num_mel_bins, frames)}

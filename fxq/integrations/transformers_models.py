@@ -227,7 +227,8 @@ class QuantizedGenerator(QuantizedPart):
     def _encode(self, call: dict[str, Any]) -> None:
         """Run the encoder of a call, if the caller has not, and complete the mask of its tokens."""
         encoder: Any = self.get_encoder()  # type: ignore[attr-defined]
-        names = [name for name in ("input_ids", "input_features", "inputs_embeds") if name in call]
+        kinds = "input_ids", "input_features", "pixel_values", "inputs_embeds"
+        names = [name for name in kinds if name in call]
         inputs: dict[str, Any] = {name: call.pop(name) for name in names}
         outputs = call.pop("encoder_outputs", None)
         if outputs is None:

@@ -126,7 +126,11 @@ def _unknown_keyword(names: list[str], kwargs: Mapping[str, Any]) -> str:
     unknown = [name for name in kwargs if name not in names]
     if not unknown or any(name.startswith("**") for name in names):
         return ""
-    left_out = " (a keyword that the example leaves out is none, if forward takes *args)" if "*args" in names else ""
+    left_out = (
+        " (a keyword that the example leaves out is none, if forward takes *args)"
+        if any(name.startswith("*") for name in names)
+        else ""
+    )
     return f"it has no input {unknown[0]!r}; its inputs are {', '.join(names)}{left_out}"
 
 

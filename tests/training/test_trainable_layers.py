@@ -194,3 +194,34 @@ def test_tensors_and_modules_are_attached_at_their_paths():
     attach(root, "a.d", torch.ones(1))
     assert set(root.state_dict()) == {"a.b.weight", "a.c.weight", "a.c.bias", "a.d"}
     assert root.a.b.weight is root.a.c.weight
+
+
+class Texts(nn.Module):
+    """Embedding, in a bag or not, whose scales of blocks are stored in float16."""
+
+    def __init__(self, bag):
+        super().__init__()
+        self.embedding = (nn.EmbeddingBag if bag else nn.Embedding)(50, 64)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, tokens):
+        """int64 (N, T) -> float32 (N, 5)."""
+        y = self.embedding(tokens)
+        return self.head(y if y.dim() == 2 else y.mean(1))
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_embeddings_are_trained_and_converted(bag):
+    torch.manual_seed(0)
+    model, tokens = Texts(bag), torch.randint(0, 50, (8, 7))
+    in_training = fxq.prepare(model, fxq.Recipe.qat(backend="reference"), example_inputs=tokens)
+    optimizer = torch.optim.SGD(in_training.parameters(), 0.1)
+    before = model.embedding.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        in_training(tokens).square().sum().backward()
+        optimizer.step()
+    in_training.eval()
+    qmodel = fxq.convert(in_training)
+    assert fxq.common.metrics.sqnr(in_training(tokens), qmodel(tokens)) > 40
+    assert not torch.equal(dict(in_training.named_parameters())["embedding.weight"], before)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx
 
+from fxq.backends.base import Support
 from fxq.backends.kernel import refuse
 from fxq.backends.loops.code.compiler import loops_for, missing
+from fxq.backends.plain.many_rows import many_rows_refused
+from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.table.dynamic_linear import DynamicLinear
-from fxq.backends.table.kernel_table import CLAMPS, KernelRow
+from fxq.backends.table.kernel_table import CLAMPS, KernelRequest, KernelRow
 from fxq.backends.table.lowering import RowBackend, has_dynamic_range
 from fxq.backends.table.recurrent_kernel import CompiledSteps, RecurrentKernel, recurrent_rows
 from fxq.errors import BackendError
-from fxq.graph.query import CONVERSIONS, dynamic_grid_ops, is_op
+from fxq.graph.query import CONVERSIONS, constant, dynamic_grid_ops, is_op
 from fxq.graph.region import Region, is_weight_only
 from fxq.graph.unit import Calls
+from fxq.quant.packing import Packing
+from fxq.quant.spec import QuantConfig, TensorSpec
 
 
 class JitLinear(DynamicLinear):
@@ -24,6 +30,18 @@ class JitLinear(DynamicLinear):
 
     name: ClassVar[str] = "jit.dynamic_linear"
     arranges: ClassVar[bool] = True
+
+    @classmethod
+    def of_request(cls, request: KernelRequest) -> JitLinear:
+        """Return the kernel of a layer whose input has a dynamic grid.
+
+        Raises:
+            BackendError: the loops do not support the weight.
+        """
+        kernel = super().of_request(request)
+        assert isinstance(kernel, JitLinear)
+        refuse(cls.name, many_rows_refused(kernel.stored_weight()))
+        return kernel
 
 
 class JitRecurrent(RecurrentKernel):
@@ -90,6 +108,17 @@ class JitUnits(RowBackend):
         """
         return calls[0].op.name in _ROWS and (dynamic or calls[0].op.name != "linear")
 
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """How many of the first ops a kernel runs. Loops run no linear layer whose weight they cannot read."""
+        support, spec = super().supports(gm, node, calls, config), config.weight
+        if support.ops and calls[0].op.name == "linear" and config.activation is not None and spec is not None:
+            weight = calls[0].tensors["weight"]
+            value = constant(gm, weight) if isinstance(weight, fx.Node) else None
+            reason = None if value is None else many_rows_refused(_stored_like(value.shape[1:], spec))
+            if reason is not None:
+                return Support(0, f"no loop of {self.name} runs it: {reason}")
+        return support
+
     def is_own(self, region: Region) -> bool:
         """Whether a region is such a unit, a quantize with the ops that compute its dynamic grid, or a conversion."""
         if region.calls:
@@ -110,6 +139,19 @@ class JitUnits(RowBackend):
     @property
     def rows(self) -> Mapping[str, KernelRow]:
         return _ROWS
+
+
+def _stored_like(row: Sequence[int], spec: TensorSpec) -> StoredWeight:
+    """Weight of one row of this shape, which is stored as a spec says."""
+    values = torch.zeros((1, *row), dtype=spec.dtype, device="cpu")
+    packing = Packing.of_grid(spec.qmin, spec.qmax, tuple(row))
+    blocks = 1 if spec.block is None else -(-values.shape[1] // spec.block)
+    scale = torch.ones((1,) if spec.block is None else (1, blocks), device="cpu")
+    zero_point = None if spec.symmetric and spec.signed else torch.zeros_like(scale)
+    axis = 0 if spec.block is None else 1
+    return StoredWeight(
+        values if packing is None else packing.pack(values), scale, zero_point, axis, spec.block, packing
+    )
 
 
 def _is_conversion(region: Region) -> bool:

@@ -186,9 +186,13 @@ def after_sum(name: str, post: PostOp | None) -> Callable[[Tensor], Tensor] | No
     if post is None:
         return None
     if clamp is not None:
-        return lambda y: y.clamp_(*clamp)
+        return partial(_clamped, bounds=clamp)
     refuse(name, None if post.name == "gelu" else f"{post.name} is neither a clamp nor gelu")
     return partial(F.gelu, approximate=post.algorithm)
+
+
+def _clamped(y: Tensor, bounds: tuple[Any, Any]) -> Tensor:
+    return y.clamp_(*bounds)
 
 
 def integer_product(

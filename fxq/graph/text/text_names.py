@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import get_overridable_functions
 
 from fxq.graph.guards import check_fixed, check_same, check_sizes, make_output, own_copy
@@ -19,7 +20,7 @@ from fxq.ops import OPS
 
 _GRAPH_FUNCTIONS = (
     *(check_fixed, check_same, check_sizes, make_output, own_copy, updated, updated_view),
-    *(getattr, len, bool, int, float),
+    *(getattr, len, bool, int, float, PackedSequence),
 )
 _OPERATOR = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "pos", "abs", "invert", "index"),
@@ -30,7 +31,7 @@ _MATH = ("ceil", "floor", "sqrt", "log", "log2", "exp", "prod", "trunc", "pow")
 _CREATION = (
     *("full", "zeros", "ones", "empty", "eye", "arange", "linspace", "logspace", "scalar_tensor", "tensor"),
     *("as_tensor", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("normal", "tril_indices", "triu_indices", "_assert"),
+    *("normal", "tril_indices", "triu_indices", "_assert", "_pack_padded_sequence", "_pad_packed_sequence"),
 )
 _MORE_METHODS = (
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "stride", "unflatten"),

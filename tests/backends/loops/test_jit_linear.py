@@ -1,5 +1,8 @@
 """Linear layers with dynamic ranges in the jit backend."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +65,29 @@ def test_embeddings_keep_integer_tables():
     words = [torch.randint(0, 500, (4, 16)) for _ in range(4)]
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend="jit", optimize="coverage"), data=words)
     assert [kernel.__name__ for kernel in kernels(qmodel)] == ["WeightOnlyEmbedding", "JitKernel"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "weight", "why"),
+    [
+        (190, WEIGHTS["8 bits"], "is no multiple of 4 values"),
+        (24, WEIGHTS["8 bits"], "has less than 32 bytes"),
+        (192, replace(WEIGHTS["4 bits in blocks"], per=16), "are no multiples of 32 values"),
+        (192, replace(WEIGHTS["8 bits"], signed=False, symmetric=False), "are unsigned or have zero points"),
+    ],
+)
+def test_layers_that_no_loop_can_read_stay_in_float(columns, weight, why):
+    recipe = fxq.Recipe.dynamic(backend="jit", weight=weight, optimize="coverage")
+    with pytest.warns(fxq.FxqWarning):
+        qmodel = fxq.quantize(nn.Linear(columns, 64).eval(), recipe, example_inputs=torch.randn(3, columns))
+    (row,) = (row for row in qmodel.ledger if row.op == "linear")
+    assert row.precision == "float" and why in row.reason
+
+
+def test_a_pickle_computes_equal_results():
+    x = torch.randn(5, 192)
+    qmodel = fxq.quantize(mlp(), fxq.Recipe.dynamic(backend="jit", optimize="coverage"), example_inputs=x)
+    assert torch.equal(pickle.loads(pickle.dumps(qmodel))(x), qmodel(x))
 
 
 def test_weights_alone():
