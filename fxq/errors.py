@@ -88,7 +88,7 @@ def unknown(kind: str, name: object, valid_names: Iterable[str]) -> str:
     return f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(names) or 'none'}."
 
 
-def words_of(error: Exception) -> str:
+def words_of(error: BaseException) -> str:
     """Return the message of an exception without the text that `fx.Interpreter` appends to it."""
     return str(error).partition("\n\nWhile executing")[0]
 
