@@ -187,7 +187,7 @@ def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence
     except FxqError:
         raise
     except Exception as error:  # the checker and the runtime may raise anything
-        if type(error).__name__ == "NotImplemented":
+        if type(error).__name__ == "NotImplemented" or "has unsupported type" in str(error):
             raise ExportError(
                 f"{path} is not checked, as ONNX Runtime cannot run it here: {words_of(error)}. For ONNX Runtime, "
                 "quantize the model in float32; for another runtime, check=False writes the file."

@@ -311,7 +311,9 @@ def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange |
     ledger = replace(ledger, output_sqnr=output_sqnr, reduced_range=reduced if ledger.count("int8") else None)
     if ledger and not ledger.count("int8"):
         if not ledger.count("weight-only"):
-            warn(f"nothing runs on integers; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
+            reason = ledger.main_reason()
+            remedy = " Convert the model and its inputs to float32 first." if "not float32" in reason else ""
+            warn(f"nothing runs on integers; {reason}.{remedy} print(qmodel.ledger) shows all ops.")
         elif not ledger.weight_coverage and any(entry.macs and entry.kind == "unsupported" for entry in ledger):
             warn(f"only embeddings have integer weights; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
     if not context.recipe.trains:  # trained weights are only good after rounding: the float form is no reference
