@@ -117,13 +117,13 @@ def _words_to_floats(signed: bool) -> Any:
                 values = values if signed else b.and_(b.lshr(values, shift), mask)
                 out = b.add(read.out, b.mul(word_bytes, number(4)))
                 for k in range(4):
-                    y = vectors.multiply_add(b, b.sitofp(_byte(b, values, k, signed), FLOATS), factor, offset)
+                    y = vectors.multiply_add(b, b.sitofp(byte_of_words(b, values, k, signed), FLOATS), factor, offset)
                     store(b, y, b.add(out, number(4 * (COLUMNS * k + LANES * v))))
 
     return on_addresses(code)
 
 
-def _byte(b: Any, words: Any, k: int, signed: bool) -> Any:
+def byte_of_words(b: Any, words: Any, k: int, signed: bool) -> Any:
     """Byte k of each of 16 words, as int32."""
     above, below = (ir.Constant(INTS, [bits] * LANES) for bits in (24 - 8 * k, 24))
     return (b.ashr if signed else b.lshr)(b.shl(words, above), below)

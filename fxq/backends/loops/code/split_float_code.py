@@ -29,6 +29,7 @@ from fxq.backends.loops.code.amx_code import (
     store_tile,
 )
 from fxq.backends.loops.code.machine_code import on_addresses
+from fxq.backends.loops.code.panel_code import byte_of_words
 from fxq.backends.loops.code.vectors import FLOATS, INT32, INT64, INTS, LANES, load, number, splat, store
 
 TERMS = 3
@@ -130,18 +131,13 @@ def _words_to_pairs(signed: bool) -> Any:
             for v, offset in enumerate(offsets):
                 values = load(b, source, INTS, 4 * LANES * v)
                 values = values if signed else b.and_(b.lshr(values, shift), mask)
-                real = [b.fadd(b.sitofp(_byte(b, values, k, signed), FLOATS), offset) for k in range(4)]
+                real = [b.fadd(b.sitofp(byte_of_words(b, values, k, signed), FLOATS), offset) for k in range(4)]
                 for k in (0, 2):
                     low, high = (b.bitcast(x, INTS) for x in real[k : k + 2])
                     pairs = b.or_(b.lshr(low, _all(16)), b.and_(high, _all(0xFFFF0000)))
                     store(b, pairs, b.add(out, number(TILE_BYTES * v + ROW_BYTES * (k // 2))))
 
     return on_addresses(code)
-
-
-def _byte(b: Any, words: Any, k: int, signed: bool) -> Any:
-    """Byte k of each of 16 words, as int32."""
-    return (b.ashr if signed else b.lshr)(b.shl(words, _all(24 - 8 * k)), _all(24))
 
 
 signed_to_pairs, unsigned_to_pairs = _words_to_pairs(True), _words_to_pairs(False)
