@@ -163,6 +163,7 @@ def test_agreement_has_its_standard_error(script):
     assert score["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
 
 
+@pytest.mark.slow
 def test_what_a_search_finds_beside_float_and_the_default(script):
     """On a network of four classes: the search keeps the target, and a row says what each takes of layers in float."""
     bench = script("bench.search")

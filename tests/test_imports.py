@@ -154,6 +154,7 @@ def ours(module):
     return within(module, "fxq")
 
 
+@pytest.mark.slow
 def test_the_walk_sees_what_is_there():
     assert {"fxq.api", "fxq.ops.layers", "fxq.passes.fuse", "fxq.patterns.fusions.conv", "fxq.backends.x86.x86"} <= set(
         MODULES

@@ -130,6 +130,7 @@ def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
     assert min(row.sqnr for row in fxq.compare(model, qmodel, [x])) > decibels(30)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("stage", ["fuse", "insert-observers", "propagate", "lower"])
 def test_a_graph_with_a_unit_of_several_outputs_has_a_text(forked, backend, stage):

@@ -86,7 +86,7 @@ def test_an_engine_computes_what_the_qdq_graph_does(net):
         assert equal(copied(x), right) and equal(copied(x), right)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_run_in_regions(name):
     model, x = build(name), batch(name)
@@ -274,6 +274,7 @@ class EvenEngine(own.PricedEngine):
         return fxq.extend.Prices({node: fxq.extend.Cost(self.float_us, 1.0) for node in prices.ops}, 0.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("float_us", "timed"), [(10.0, []), (1.5, [2])])
 def test_equal_and_clearly_slower_choices_are_not_timed(net, monkeypatch, float_us, timed):
     """The choice by prices is all on integers. All in float is timed against it only if it is not twice as slow."""
@@ -353,6 +354,7 @@ def wrong(results):
     return (first, *rest) if rest else first
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

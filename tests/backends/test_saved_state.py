@@ -69,7 +69,7 @@ def test_loading_gives_exactly_the_other_model(backend):
         assert equal(own.bias, loaded.bias)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):
@@ -98,7 +98,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_another_structure_is_refused_by_name(backend, case):
@@ -117,6 +117,7 @@ def test_another_structure_is_refused_by_name(backend, case):
         assert torch.equal(mine(X), before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_part_of_a_state_dict_is_refused(backend):
     mine, theirs = quantized(backend), quantized(backend, seed=1)

@@ -154,6 +154,7 @@ def test_what_the_float_model_did_not_have(models, name):
         getattr(models[1], name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("copied", COPIES)
 def test_device_and_dtype(backend, copied):

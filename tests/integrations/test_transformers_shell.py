@@ -87,6 +87,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_weights_and_layers_are_refused(pair, change):
     qmodel = copy.deepcopy(pair[1])

@@ -115,6 +115,7 @@ def test_rows_are_what_hooks_on_the_float_model_see(qmodel):
     assert comparison.batches == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     model = net()
@@ -128,7 +129,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     assert apart.output_sqnr == pytest.approx(together.output_sqnr, abs=1e-4)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):

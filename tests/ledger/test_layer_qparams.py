@@ -260,6 +260,7 @@ def test_a_dynamic_scale_leaves_the_bias_in_float():
     assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_dynamic_model(backend):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
@@ -427,6 +428,7 @@ def test_an_lstm_has_both_biases_and_its_gates():
     assert layer.float_bias_reason and set(layer.to_dict()) >= {"bias_ih", "bias_hh", "weight_hh_scale"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["reference", "x86", "fbgemm"])
 def test_a_smoothed_layer_says_what_its_input_is_multiplied_by(backend):
     torch.manual_seed(0)

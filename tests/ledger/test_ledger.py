@@ -26,6 +26,7 @@ def changed(model, recipe, data, entry):
     return next(e for e in ledger if e.name == entry.name)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_line_changes_its_op(name, recipe):
@@ -40,6 +41,7 @@ def test_every_line_changes_its_op(name, recipe):
         ), entry
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("selector", ["stem", "block", "block.*", "*", fxq.by_op("relu"), nn.Linear])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lines_that_undo_an_override(recipe, selector):

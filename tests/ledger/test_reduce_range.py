@@ -58,6 +58,7 @@ def on_samples(model, quantized, data, together):
     return sqnr(real, got)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("make", "better"), [(exact_weights, "weights"), (exact_activations, "activations")])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):

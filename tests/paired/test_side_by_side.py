@@ -98,7 +98,7 @@ def test_the_first_node_inherits_nothing(recipe):
     assert torch.equal(got[0], own[0])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_looking_alone_changes_no_other_value(name, recipe):
@@ -236,6 +236,7 @@ def test_a_module_with_state_runs_once_for_each_side():
     assert all(entry.sqnr > 30 for entry in qmodel.ledger)  # dB
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_that_make_no_error(recipe):
     """With none corrected it is the quantized model's output, with all but the last what that one does alone."""

@@ -229,6 +229,7 @@ def test_variables_of_the_code_around_parts_are_restored():
     assert CALLS == [0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", ["list", "attribute", "count", "buffer", "set outside"])
 def test_a_module_with_state_is_divided(kept):
     model = ReadsState(kept).eval()

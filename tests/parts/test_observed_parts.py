@@ -90,6 +90,7 @@ class Stop(Exception):
     """Interruption of a calibration."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_calibration_continues(tmp_path):
     model, data = model_and_data("detector", 5)
     path = tmp_path / "c.safetensors"

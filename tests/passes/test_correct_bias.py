@@ -142,6 +142,7 @@ def test_what_is_chance_is_not_corrected():
     assert errors < 0.004
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("samples", "corrected"), [(1, False), (2, False), (15, False), (16, True)])
 def test_few_samples_are_asked_whether_it_holds_for_others(samples, corrected):
     """Weights and inputs of mean 0 leave no mean error: what is fitted is chance."""
@@ -170,6 +171,7 @@ def test_few_samples_are_enough_where_the_error_is_the_same_in_all(batches):
     assert sqnr(model(fresh), corrected(fresh)) > sqnr(model(fresh), plain(fresh)) + 6  # dB
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_transposed_convolutions_with_groups(dims, groups):
@@ -195,6 +197,7 @@ def test_transposed_convolutions_with_groups(dims, groups):
     assert sqnr(model(x), quantized(x)) > sqnr(model(x), fxq.quantize(model, PLAIN, data=[x])(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -248,6 +251,7 @@ def test_a_change_in_place_is_made_once_in_each():
     assert sqnr(model(data[0].clone()), quantized(data[0].clone())) > 35
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_of_few_values_are_not_made_worse(seed):
     """Rows of samples without another axis: a part has enough of them to say how far they deviate."""

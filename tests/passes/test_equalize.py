@@ -84,6 +84,7 @@ def spread_out(model):
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", [nn.ReLU, nn.PReLU, lambda: nn.LeakyReLU(0.1), nn.Identity])
 def test_weights_with_one_scale_lose_nothing_to_channels_that_are_large(function):
     torch.manual_seed(0)
@@ -145,6 +146,7 @@ def conv():
     return nn.Conv2d(4, 4, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "model",
     [

@@ -100,6 +100,7 @@ def test_kernels_that_are_right_at_other_sizes_stay(shape):
     assert kinds(quantized).count("x86.conv") == 3
 
 
+@pytest.mark.one_in(3)
 @needs_x86
 @pytest.mark.parametrize(
     ("wrong", "where"),

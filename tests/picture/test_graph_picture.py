@@ -114,6 +114,7 @@ def test_building_takes_time_in_proportion():
     assert large_time < 10 * small_time  # four times the nodes; sixteen would be quadratic
 
 
+@pytest.mark.slow
 @needs_dot
 def test_two_thousand_nodes_take_seconds(tmp_path):
     start = time.perf_counter()

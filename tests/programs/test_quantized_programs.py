@@ -138,6 +138,7 @@ X, TOKEN, MASK = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.tensor([[1.0,
 CALLS = {"prefill": {"x": X}, "decode": {"x": TOKEN}, "masked": {"x": X, "mask": MASK}}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "recipe", [INT8, fxq.Recipe.static(), fxq.Recipe.dynamic()], ids=["weights", "static", "dynamic"]
 )
@@ -245,6 +246,7 @@ def test_a_checkpoint_is_refused(tmp_path):
         fxq.quantize(branching(), "static", example_inputs=CALLS, data=list(CALLS.values()), checkpoint=tmp_path / "c")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["copy", "pickle", "file"])
 def test_copies_and_files_compute_the_same(way, tmp_path):
     qmodel = fxq.quantize(decoder(), INT8, example_inputs={"with": {**EXAMPLE, "with_cache": True}, "without": EXAMPLE})

@@ -27,6 +27,7 @@ def column(page, key):
 # ---- quality
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_quality_shows_a_mark_for_every_layer_with_an_sqnr(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -93,6 +94,7 @@ def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
 # ---- ledger
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -204,6 +206,7 @@ def test_what_could_not_be_timed_says_why(browser, tmp_path):
 # ---- all of it
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_one_is_chosen(browser, digits, scheme):
     with opened(browser, digits[1], "tab=quality", color_scheme=scheme) as page:

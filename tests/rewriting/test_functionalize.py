@@ -94,6 +94,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_clone_that_is_changed(change):
     """Once the clone was removed, and the caller's input and the calibration data were overwritten."""
@@ -312,6 +313,7 @@ MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorat
         shaped_after_a_change, one_tensor_of_two_names, copied_and_shaped, the_input]  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("forward", MADE)
 def test_what_a_forward_makes_and_changes(forward, tmp_path):
     """Once, it was a constant that drifted from call to call."""

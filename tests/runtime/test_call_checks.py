@@ -42,6 +42,7 @@ TOOLS = {
 IN_THE_REFERENCE = [name for name in TOOLS if name not in ("make_fx", "jacrev")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("tool", TOOLS)
@@ -71,6 +72,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.dynamic(), fxq.Recipe.weight_only()])
 def test_recurrent_layers(recipe):
@@ -105,6 +107,7 @@ def test_the_onnx_exporter_of_torch_is_not_the_way(tmp_path):
         torch.onnx.export(quantized("reference"), (X,), tmp_path / "m.onnx", dynamo=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", [*KERNELS, "reference"])
 def test_a_compiled_model_runs_as_it_is(backend):
     qmodel = quantized(backend)
@@ -179,6 +182,7 @@ def test_a_warning_points_at_the_users_line():
     assert [warning.filename for warning in said] == [__file__, __file__]
 
 
+@pytest.mark.slow
 @needs_x86
 def test_a_cpu_without_vnni_is_told_once():
     """In a process of its own, and of the user's line."""

@@ -64,6 +64,7 @@ def with_wrong_kernel(monkeypatch, *args, **options):
     return kernel
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("example", "sizes"), [(1, [1, 2]), (2, [2, 1]), (5, [5, 1])])
 def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_path, monkeypatch):
     kernel = with_wrong_kernel(monkeypatch, batch=-1)
@@ -71,6 +72,7 @@ def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_p
     assert kernel.seen == sizes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("example", [1, 2])
 @pytest.mark.parametrize("wrong", [1, 2])
 def test_a_wrong_kernel_of_openvino_is_named(example, wrong, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ def quantized(name):
         return fxq.quantize(models.build(name), COVERAGE, data=[models.batch(name)])
 
 
+@pytest.mark.one_in(4)
 @needs_x86
 @pytest.mark.parametrize("name", ["residual", "prelu_chain", "squeeze_excite", "called_twice"])
 def test_every_form_comes_back(name):

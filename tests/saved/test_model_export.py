@@ -28,6 +28,7 @@ def model(*more):
 X = torch.rand(2, 3, 12, 12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto", "onnxruntime", "openvino"])
 def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
     qmodel = fxq.quantize(model(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
@@ -72,6 +73,7 @@ def test_grids_that_engines_have_no_kernels_for_are_told(tmp_path):
     assert "QLinearConv" not in optimized(path, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_residual_block_is_fused(tmp_path):
     """Exported from a model for this runtime: other backends have the layer and the sum after it in one unit."""
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
@@ -107,6 +109,7 @@ def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(X.numpy())[0]), qmodel(X), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_openvino_takes_rows_that_are_no_multiple_of_a_block(bits, tmp_path):
     """Blocks of 128 values of a row of 192 are written as blocks of 64."""
@@ -162,6 +165,7 @@ def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
     assert not (tmp_path / "m.xml").exists()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layers", "told"), [((), None), ((nn.MaxPool2d(4),), r"right for sizes with .*h.*//4.*>= 1")])
 def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, told, tmp_path, recwarn):
     qmodel = fxq.quantize(model(*layers), REFERENCE, data=[X])
@@ -214,6 +218,7 @@ def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
 WRONG = Difference("conv_q", "0", 3.0, 0.5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
 @pytest.mark.parametrize("factor", [1.0, 1e-4])
 @pytest.mark.parametrize("dead", [[1], [0, 1, 2, 3]])
@@ -232,6 +237,7 @@ def test_channels_of_zeros(backend, factor, dead, tmp_path):
 SUMS, INPUTS = {"session.x64quantprecision": "1"}, {"session.qdq_matmulnbits_accuracy_level": "1"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("right", "advice"),
     [
@@ -280,6 +286,7 @@ def test_an_example_that_the_model_does_not_take(example, tmp_path):
         qmodel.export(tmp_path / "m.onnx", example_inputs=example)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layer", [nn.Conv2d(3, 1, 3), nn.ConvTranspose2d(3, 1, 3)], ids=lambda layer: type(layer).__name__
 )
@@ -309,6 +316,7 @@ def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
     assert qmodel.export(tmp_path / "m.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
     """OpenVINO does not always say that it could not write: its file is read again."""
     first, second = (

@@ -72,6 +72,7 @@ def pickles(tmp_path_factory):
     return {"DEFAULT": (made_here, loaded_there), "AVX2": (made_there, loaded_here)}
 
 
+@pytest.mark.slow
 @VNNI
 @pytest.mark.parametrize("there", ["DEFAULT", "AVX2"])
 def test_a_pickle_on_another_cpu(pickles, there):
@@ -91,6 +92,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
         assert loaded["messages"] == []
 
 
+@pytest.mark.slow
 def test_the_form_of_every_kernel_computes_what_the_kernel_does():
     for name in models.NETWORKS:
         qmodel = fxq.quantize(models.build(name), grids_of_7_bits(), data=[models.batch(name)])
@@ -98,6 +100,7 @@ def test_the_form_of_every_kernel_computes_what_the_kernel_does():
             assert kernel.form is not None and elsewhere.misfit(kernel, node) is None, (name, node)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("per", ["row", "tensor"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, symmetric):

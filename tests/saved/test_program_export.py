@@ -78,6 +78,7 @@ def test_recurrent_layers_and_embeddings(tmp_path):
     assert differences["far"] == [0, 0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [fxq.Recipe.weight_only(), fxq.Recipe.dynamic(), fxq.Recipe.static()])
 def test_whatever_a_model_was_made_for(recipe, tmp_path):
     """Kernels of this machine give their place to what they compute."""
@@ -169,6 +170,7 @@ def test_an_object_becomes_a_mapping(tmp_path):
     assert set(got) == {"scores", "best"} and torch.equal(got["scores"], wanted.scores)
 
 
+@pytest.mark.slow
 def test_sizes_from_a_smallest_one_on(tmp_path):
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
     x, larger = torch.rand(2, 3, 24, 24), torch.rand(1, 3, 31, 19)

@@ -19,6 +19,7 @@ from tests.support.traced import X, close, conv
 pytestmark = no_warnings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "use",
     [

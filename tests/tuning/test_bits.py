@@ -32,6 +32,7 @@ def stored_bits(q):
     return sum(e.weight_bits * e.weight_values for e in weights) / sum(e.weight_values for e in weights)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [4.5, 5.0, 6.0])
 def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
     result = fxq.search(network(), RECIPE, DATA, budget=budget)

@@ -19,6 +19,7 @@ from fxq.tuning.tunable_layer import TunableLayer
 from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", [30.0, 42.0, 55.0])
 def test_what_is_found_keeps_the_target(target):
     result = fxq.search(wide(), STATIC, DATA, target=target)

@@ -9,6 +9,7 @@ from fxq.common.isolation import untouched
 from tests.support.tuning_models import DATA, STATIC, wide
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tool", [fxq.sensitivity, lambda *args, **kwargs: fxq.search(*args, target=42.0, **kwargs)])
 def test_progress_is_shown_when_it_is_asked_for(tool, capsys):
     tool(wide(), STATIC, DATA, progress=False)

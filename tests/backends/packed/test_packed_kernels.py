@@ -73,6 +73,7 @@ def int32_bias(count, x, qp, groups=1):
     return torch.round(torch.randn(count) / scale) * scale
 
 
+@pytest.mark.one_in(2)
 @settings(max_examples=36, deadline=None)
 @given(st.data())
 def test_conv_of_any_shape(engine, data):
@@ -92,6 +93,7 @@ def test_conv_of_any_shape(engine, data):
     agree(conv(image), reference(real(image, x), w, None if bias is None else bias.double(), **options), out)
 
 
+@pytest.mark.one_in(2)
 @settings(max_examples=36, deadline=None)
 @given(st.data())
 def test_transposed_conv_of_any_shape(engine, data):
@@ -244,7 +246,7 @@ def test_the_selected_engine_stays(engine):
 # ---- the pipeline
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_their_qdq_form(engine, name):
     """No kernel is replaced by its q/dq form, and no deprecation warning is shown."""
@@ -301,6 +303,7 @@ class Depthwise(nn.Module):
         return self.c(F.relu6(self.b(F.relu6(self.a(x)))))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("role", ["activations", "weights"])
 def test_depthwise_convolutions_have_7_bits_on_fbgemm(engine, role):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
@@ -323,6 +326,7 @@ def test_transposed_convolutions_have_the_scales_that_the_engine_takes(engine):
     assert f"{engine}.conv_transpose" in kinds(quantized)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", ["Conv", "Linear", "Add", "ConvTranspose"])
 def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
     cls = getattr(ENGINES[engine], kernel)
@@ -337,6 +341,7 @@ def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
     assert sqnr(call(model, x), call(quantized, x)) > 30
 
 
+@pytest.mark.one_in(2)
 def test_nothing_deprecated_is_heard_of(engine):
     code = (
         "import warnings\nwarnings.simplefilter('error')\n"
@@ -362,6 +367,7 @@ class EveryDimension(nn.Module):
         return self.d(F.relu(self.c(self.b(F.relu(self.a(x))).flatten(2))))
 
 
+@pytest.mark.one_in(2)
 def test_every_dimension(engine):
     model, x = settled(EveryDimension), torch.randn(4, 2, 3, 4, 5)
     with quiet():
@@ -390,6 +396,7 @@ class TwoReaders(nn.Module):
         return self.head(self.deep(x) + x)
 
 
+@pytest.mark.one_in(2)
 def test_readers_of_a_kernel_that_emits_one_form_agree(engine):
     model, x = settled(TwoReaders), torch.randn(4, 3, 8, 8)
     with quiet():

@@ -137,6 +137,7 @@ def quantized(compute="bfloat16", rows=2, **options):
     return fxq.quantize(model, recipe, example_inputs=torch.randn(rows, 64))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_few_rows_are_rounded_to_bfloat16_and_more_are_not(options, without_numba, tmp_path):
     rounded, exact = quantized(**options), quantized("float32", **options)

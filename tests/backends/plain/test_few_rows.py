@@ -181,6 +181,7 @@ RECIPES = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @needs_numba
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
 def test_layers_agree_with_the_product_of_many_rows_from_one_row_on(options, monkeypatch):
@@ -307,6 +308,7 @@ def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed)
     assert (memory[[0, -1]] == 7).all()  # nothing else is written
 
 
+@pytest.mark.one_in(3)
 @needs_numba
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_many_rows_in_several_pieces(bits, monkeypatch):

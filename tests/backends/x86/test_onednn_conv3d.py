@@ -75,6 +75,7 @@ def test_refusals():
         Conv3d(LayerSpec(q, qp, None, X, None, post=PostOp("prelu")))
 
 
+@pytest.mark.one_in(2)
 @no_warnings
 @pytest.mark.parametrize("dims", [1, 3])
 def test_through_the_pipeline(dims):
@@ -89,6 +90,7 @@ def test_through_the_pipeline(dims):
     assert sqnr(model(x), quantized(x)) > 22
 
 
+@pytest.mark.one_in(2)
 @no_warnings
 @pytest.mark.parametrize("size", [5, 100])
 def test_batch_norm_of_its_own(size):

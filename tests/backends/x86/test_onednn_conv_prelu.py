@@ -99,6 +99,7 @@ def network(activation: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3)).eval()
 
 
+@pytest.mark.one_in(3)
 @no_warnings
 @pytest.mark.parametrize("activation", [nn.PReLU(), nn.PReLU(8), nn.LeakyReLU(0.2)], ids=str)
 def test_through_the_pipeline(activation):

@@ -58,6 +58,7 @@ def matmul(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
 @pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
 def test_linear(post, out, matmul):

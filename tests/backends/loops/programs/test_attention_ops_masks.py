@@ -34,6 +34,7 @@ def masked(draft, mask):
     check_both(draft, joined(draft, attend(draft, *(split(draft, x, HEADS) for x in images), mask)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_bool", [True, False])
 @pytest.mark.parametrize("is_constant", [True, False])

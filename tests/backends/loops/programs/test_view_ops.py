@@ -124,6 +124,7 @@ def sizes(draft, x):
     return [draft.size(operator.getitem, shape, k) for k in range(draft.values[x].dim())]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("join", JOINS)
 def test_heads_that_are_split_and_joined(split, join):
@@ -134,6 +135,7 @@ def test_heads_that_are_split_and_joined(split, join):
     assert kinds(check(draft, layer(draft, y))) == ["QuantizeStep", *["ProductStep"] * 2]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("turn", TURNS)
 def test_heads_that_are_turned(split, turn):
@@ -335,6 +337,7 @@ def conv3(draft, x, columns=16, **options):
     return draft.op(f"conv{axes}d", x, weight, draft.vector(columns), **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("frame", [(1, 1, 1, 1), (0, 1, 0, 1), (2, 0, 1, 3), (0, 0, 2, 2), (1, 2), (0, 0, 0, 0)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_frames_before_layers_take_no_step(frame, stride):
