@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -36,10 +37,18 @@ def network(seed=0, channels=8, stride=1):
 
 
 def quantized(backend, seed=0, scale=1.0, recipe=None, **options):
+    """Without a recipe, a copy of a model that is quantized once."""
+    if recipe is None:
+        return copy.deepcopy(quantized_once(backend, seed, scale, **options))
     model = network(seed, **options)
     model(X)
-    recipe = recipe or fxq.Recipe.static(backend=backend, optimize="coverage", reduce_range="activations")
     return fxq.quantize(model, recipe, data=[X * scale])
+
+
+@cache
+def quantized_once(backend, seed, scale, **options):
+    recipe = fxq.Recipe.static(backend=backend, optimize="coverage", reduce_range="activations")
+    return quantized(backend, seed, scale, recipe, **options)
 
 
 def saved(state):

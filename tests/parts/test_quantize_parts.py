@@ -1,6 +1,7 @@
 """Models whose forward cannot be traced as a whole: which parts are chosen, what they compute, and what is reported."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -30,8 +31,18 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def quantized(name, recipe=EXACT, batches=3):
-    model, data = model_and_data(name, batches)
+def quantized(name, recipe=EXACT):
+    """The float model, the quantized model, its data and the warning; of `EXACT`, a copy of what is made once."""
+    return copy.deepcopy(quantized_once(name)) if recipe is EXACT else quantized_with(name, recipe)
+
+
+@functools.cache
+def quantized_once(name):
+    return quantized_with(name, EXACT)
+
+
+def quantized_with(name, recipe):
+    model, data = model_and_data(name, 3)
     with pytest.warns(FxqWarning, match="is quantized in") as heard:
         q = fxq.quantize(model, recipe, data=data)
     assert len([w for w in heard if issubclass(w.category, FxqWarning)]) == 1

@@ -1,6 +1,8 @@
 """Tools that trace a quantized model, and invalid inputs: they work, or a message says what to do."""
 
+import copy
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -21,13 +23,19 @@ KERNELS = [
 ]
 
 
-def quantized(backend, x=X, **options):
+@cache
+def quantized_once(backend, **options):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
     model = nn.Sequential(*layers).eval()
-    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[x])
+    return fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[X])
+
+
+def quantized(backend, **options):
+    """A copy of the quantized model, bound to the kind of `X`."""
+    qmodel = copy.deepcopy(quantized_once(backend, **options))
     for _ in range(3):
-        qmodel(x)
+        qmodel(X)
     return qmodel
 
 

@@ -1,5 +1,8 @@
 """Check of an exported file in the runtime that will read it, at two batch sizes."""
 
+import copy
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,12 @@ def upsampling():
 
 
 def quantized(batch=2):
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once(batch))
+
+
+@cache
+def quantized_once(batch):
     return fxq.quantize(upsampling(), REFERENCE, data=[torch.randn(batch, 3, 32, generator=generator(batch))])
 
 

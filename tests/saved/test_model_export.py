@@ -1,7 +1,9 @@
 """`QuantizedModel.export`: files that other runtimes load, for all backends, and errors that say what is wrong."""
 
+import copy
 import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +30,16 @@ def model(*more):
 X = torch.rand(2, 3, 12, 12)
 
 
+@cache
+def quantized_once():
+    return fxq.quantize(model(), REFERENCE, data=[X])
+
+
+def quantized():
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once())
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto", "onnxruntime", "openvino"])
 def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
@@ -41,7 +53,7 @@ def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
 
 
 def test_a_loaded_model_gives_the_same_file(tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     first = qmodel.export(tmp_path / "a.onnx").read_bytes()
     assert fxq.load(qmodel.save(tmp_path / "m.fxq")).export(tmp_path / "b.onnx").read_bytes() == first
 
@@ -92,7 +104,7 @@ def test_dynamic_layers_are_fused(tmp_path):
 
 def test_openvino(tmp_path):
     openvino = pytest.importorskip("openvino")
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     path = qmodel.export(tmp_path / "m.xml")
     assert path.with_suffix(".bin").exists()
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -177,7 +189,7 @@ def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, to
 
 
 def test_an_unknown_suffix(tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     with pytest.raises(InputError, match=r"selects the format: unknown suffix '\.onx'; did you mean '\.onnx'"):
         qmodel.export(tmp_path / "m.onx")
 
@@ -207,7 +219,7 @@ def test_types_that_onnxruntime_has_no_kernels_for(tmp_path):
 
 
 def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     with pytest.raises(ExportError, match=r"computes something else .* conv_q \(layer '0'\) differs by 3 steps"):
         qmodel.export(tmp_path / "m.onnx")
@@ -255,7 +267,7 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
             return [WRONG]
         return []
 
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(ModelCheck, "differences", differences)
     problem = "it fails: a zero point must be a scalar" if fails else r"conv_q \(layer '0'\) differs by 3 steps"
     with pytest.warns(FxqWarning, match=rf"does not compute what the quantized model does: {problem}.*{advice}"):
@@ -274,7 +286,7 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
     ],
 )
 def test_axes_that_are_none_are_refused(dynamic, message, tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     with pytest.raises(InputError, match=message):
         qmodel.export(tmp_path / "m.onnx", dynamic=dynamic)
 
@@ -310,7 +322,7 @@ def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(samp
 
 
 def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(model_export, "find_spec", lambda name: None)
     monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     assert qmodel.export(tmp_path / "m.onnx").exists()

@@ -1,9 +1,11 @@
 """`.pt2` files: PyTorch's own ops with integer weights, the same numbers in a process without fxq, any batch."""
 
+import copy
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -50,6 +52,16 @@ def convolutions():
     return nn.Sequential(*layers).eval()
 
 
+@cache
+def quantized_once():
+    return fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+
+
+def quantized():
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once())
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,7 +74,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.slow
 def test_a_process_without_fxq_computes_the_same(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     differences = elsewhere(qmodel.export(tmp_path / "new" / "m.pt2"), qmodel, *[(images(n),) for n in (1, 2, 7)])
     assert differences["far"] == [0, 0, 0] and not differences["fxq"]
     assert all(kind.startswith("aten.") for kind in differences["kinds"])
@@ -99,7 +111,7 @@ def test_a_batch_of_one_is_no_fixed_size(tmp_path):
 
 
 def test_a_fixed_batch(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     program = torch.export.load(qmodel.export(tmp_path / "m.pt2", dynamic=False)).module()
     assert torch.equal(program(images(2)), qmodel(images(2)))
     with pytest.raises(Exception, match="2"):  # torch's own words for another size
@@ -193,19 +205,19 @@ def test_a_size_that_the_model_takes_for_granted(tmp_path):
 
 
 def test_no_file_of_this_machine_is_named(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     assert __file__.encode() not in qmodel.export(tmp_path / "m.pt2").read_bytes()
 
 
 def test_the_model_stays_as_it_is(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     before, code = qmodel(images(2)), qmodel.code
     qmodel.export(tmp_path / "m.pt2")
     assert torch.equal(qmodel(images(2)), before) and qmodel.code == code
 
 
 def test_a_program_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     monkeypatch.setattr(program_export, "identical", lambda got, wanted: False)
     with pytest.raises(ExportError, match=r"m\.pt2: the program computes something else than the quantized model"):
         qmodel.export(tmp_path / "m.pt2")
@@ -214,7 +226,7 @@ def test_a_program_that_computes_otherwise_is_not_written(tmp_path, monkeypatch)
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     (tmp_path / "file").write_text("")
     with pytest.raises(RenderError, match=r"cannot write .*m\.pt2"):
         qmodel.export(tmp_path / "file" / "m.pt2")
