@@ -211,6 +211,7 @@ def test_a_model_may_be_an_onnx_file(run, tmp_path):
     assert fxq.load(tmp_path / "m.fxq").ledger
 
 
+@pytest.mark.slow
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):
     threads = torch.get_num_threads()
     try:

@@ -272,6 +272,7 @@ def test_random_networks(plan):
     check(plan)
 
 
+@pytest.mark.slow
 @needs_x86
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))

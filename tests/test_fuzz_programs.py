@@ -83,6 +83,7 @@ def test_random_programs_with_state(plan):
     check_float(plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS, most=2), recipe=st.sampled_from(list(RECIPES)), use=st.sampled_from(list(USES)))
 def test_random_programs_with_state_in_containers(plan, recipe, use):

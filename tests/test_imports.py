@@ -311,6 +311,7 @@ def test_every_pass_is_in_a_file_of_its_name():
         assert type(step).__module__ == f"fxq.passes.{step.name.replace('-', '_')}"
 
 
+@pytest.mark.slow
 def test_importing_fxq_calls_nothing_deprecated():
     done = in_new_python(
         "import warnings; warnings.simplefilter('error', DeprecationWarning); import fxq.public", cwd="/"

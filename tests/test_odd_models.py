@@ -71,6 +71,7 @@ def test_padding_with_infinity_for_a_convolution_is_refused():
         fxq.quantize(model, data=[images()])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bounds", [(3, 4), (-4, -1), (0.5, -0.5)])
 def test_clamp_to_an_interval_without_zero(bounds):
     """The clamp took the scale of its input, whose range may end before the interval begins: 0.7 dB."""
@@ -216,6 +217,7 @@ def test_a_leaf_that_cannot_be_copied_stays_shared():
     close(nn.Sequential(conv(), Locked(), conv(8, 4)), images(), recipe=recipe)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [12, 160])
 def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
     """PReLU came out in bfloat16, and the buffer of a long conversion in float64: both were an error."""

@@ -74,7 +74,7 @@ def net(name, quantized_nets):
     return copy.deepcopy(q), x, model
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_are_what_the_reference_says(name, network):
     """verify-lowering compares each region; this test compares the outputs of the model."""
@@ -95,6 +95,7 @@ def test_one_region_runs_all(net):
     assert sqnr(model(x), q(x)) > 25
 
 
+@pytest.mark.one_in(3)
 def test_other_sizes(net):
     q, _, model = net
     for shape in ((1, 3, 16, 16), (7, 3, 16, 16), (2, 3, 32, 8), (4, 3, 16, 16)):
@@ -182,7 +183,7 @@ def test_copies_and_pickles(net, tmp_path):
     assert not equal(q(x), want)  # the state dict shares its memory
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_state_dict_of_another_model(net, name):
     q, x, model = net
     other_qmodel = fxq.quantize(model, recipe(name), data=[x])
@@ -214,6 +215,7 @@ def test_threads(net):
     assert not wrong
 
 
+@pytest.mark.one_in(3)
 def test_what_it_cannot_run_stays_in_torch(name):
     class Odd(nn.Module):
         def __init__(self):
@@ -254,7 +256,7 @@ def test_without_the_package(name, package, monkeypatch):
         fxq.quantize(nn.Linear(4, 4).eval(), recipe(name), data=[torch.randn(2, 4)])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_prices_come_from_the_engines_own_profiler(name):
     class Deep(nn.Module):
         def __init__(self):

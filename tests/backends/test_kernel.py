@@ -146,7 +146,7 @@ def test_image(name, shape):
         bound_as_run(kernel, x)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("shape", [*IMAGES, (1, 64, 40, 40)], ids=str)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_tensors(name, shape):

@@ -86,7 +86,7 @@ def test_an_engine_computes_what_the_qdq_graph_does(net):
         assert equal(copied(x), right) and equal(copied(x), right)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_run_in_regions(name):
     model, x = build(name), batch(name)
@@ -322,6 +322,7 @@ class Sum(nn.Module):
         return self.b(y) + y
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimize", ["speed", "coverage"])
 def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
     monkeypatch.setattr("fxq.cost.cache.measure", None)
@@ -354,7 +355,7 @@ def wrong(results):
     return (first, *rest) if rest else first
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

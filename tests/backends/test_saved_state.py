@@ -78,7 +78,7 @@ def test_loading_gives_exactly_the_other_model(backend):
         assert equal(own.bias, loaded.bias)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_network_takes_over_the_numbers_of_another(backend, name):
@@ -107,7 +107,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_another_structure_is_refused_by_name(backend, case):
@@ -156,6 +156,7 @@ def test_a_state_dict_holds_nothing_but_tensors():
     assert state["_extra_state"].dtype == torch.uint8
 
 
+@pytest.mark.slow
 @needs_x86
 def test_forms_take_over_the_numbers_as_well():
     """The q/dq form of a kernel, which runs on other CPUs, has the loaded numbers."""

@@ -52,6 +52,7 @@ def test_what_was_seen_is_not_shown_again(tmp_path):
     assert len(calls) == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [0, 1e9])
 def test_a_file_is_written_every_so_often(tmp_path, every):
     path, batches = tmp_path / "c.safetensors", data(5)
@@ -87,6 +88,7 @@ def test_quantize_goes_on_too(tmp_path):
         assert same(dict(qmodel.state_dict()), dict(want.state_dict())) and qmodel.code == want.code
 
 
+@pytest.mark.slow
 def test_a_recipe_that_calibrates_nothing_goes_on_too(tmp_path):
     """Also if it was killed after the last batch, before the file was complete."""
     path, batches = tmp_path / "c.safetensors", data(40, 2)
@@ -107,6 +109,7 @@ def test_after_an_error_the_same_model_goes_on(tmp_path):
     assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), whole(batches))
 
 
+@pytest.mark.slow
 def test_ranks_that_were_killed_go_on_each_from_its_own_file(tmp_path):
     path, batches = tmp_path / "c.safetensors", data()
 

@@ -41,6 +41,7 @@ def distance(model, batch):
     return float(torch.stack(distances).mean())
 
 
+@pytest.mark.slow
 def test_the_statistics_are_matched():
     model = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}

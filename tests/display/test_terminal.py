@@ -103,7 +103,7 @@ def ground(look):
 # ---- where there are colours, and where not
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("shown", PRINTED, ids=lambda shown: type(shown).__name__)
 def test_plain_into_a_pipe_and_in_colour_in_a_terminal(terminal, shown):
     terminal(is_terminal=False)

@@ -88,6 +88,7 @@ def test_weights_of_16_bits_are_quantized_from_float32(tmp_path):
     assert torch.equal(logits(read), logits(usual))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_of_ones_own_reads_its_weights(bits, tmp_path):
     model, shell = own_model(tmp_path), shell_of()

@@ -74,7 +74,7 @@ def check_pipeline(caplog, task, model, inputs, recipe=ALL_FLOAT, least=80, **op
     return qmodel
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind"),
     [

@@ -31,7 +31,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name == "T5" else []) for name in MODELS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name == "T5" else []) for name in MODELS]
+)
 def pair(request):
     """Float model, quantized model, and the name of a model inside."""
     make, inner = MODELS[request.param]

@@ -87,6 +87,7 @@ def test_the_grids_of_parts():
     assert table[0].share > 0.1 and all(row.values for row in table)
 
 
+@pytest.mark.slow
 def test_the_grids_of_programs():
     calls = [EXAMPLE, {**EXAMPLE, "with_cache": True}]
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")

@@ -129,7 +129,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     assert apart.output_sqnr == pytest.approx(together.output_sqnr, abs=1e-4)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):
@@ -205,6 +205,7 @@ def test_a_model_agrees_with_itself_and_with_its_copies(qmodel):
         assert comparison.output_sqnr == math.inf
 
 
+@pytest.mark.slow
 def test_models_that_were_made_on_different_lines():
     """It is one model wherever it was quantized."""
     torch.manual_seed(0)
@@ -250,6 +251,7 @@ def test_a_module_with_state_that_cannot_be_copied_is_refused():
         fxq.quantize(model, REFERENCE.leaf("1"), data=batches())
 
 
+@pytest.mark.slow
 def test_a_module_with_state_is_left_as_it_is_on_both_sides():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), Counting(), nn.Linear(8, 5)).eval()

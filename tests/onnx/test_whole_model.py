@@ -60,7 +60,7 @@ def written(qmodel, x, dynamic=True, **options):
     return gm, inputs, write_model(gm, inputs_for(gm.graph, inputs), dynamic, **options)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_presets(name, preset):
@@ -136,6 +136,7 @@ def test_an_input_that_is_not_read_stays():
     assert [v.name for v in exported.model.graph.input] == ["x", "unread"]
 
 
+@pytest.mark.slow
 def test_sizes_of_images_may_vary():
     model, x = MODELS["upscaler"]
     gm, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x, {"x": {2: "height", 3: "width"}})

@@ -142,7 +142,7 @@ class Encoded(nn.Module):
         return self.encoder(self.before(x), **self.given)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU()], ids=["relu", "gelu", "silu"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)

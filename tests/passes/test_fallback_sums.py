@@ -60,7 +60,7 @@ def quantized(model, recipe, **options):
         return fxq.quantize(model, recipe.with_min_sqnr(None), **options)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [lambda: linear(150_000), conv], ids=["linear", "conv2d"])
 def test_static(case, backend):
@@ -85,7 +85,7 @@ def test_measured(backend):
         )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @needs_vnni
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_the_bound(backend):
@@ -98,7 +98,7 @@ def test_at_the_bound(backend):
     assert q.ledger[0].reason == "its sums can reach 2.1e+09, beyond int32 (2.1e+09)"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_vnni
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_dynamic_ranges(backend):
@@ -150,7 +150,7 @@ def test_the_ledger_names_the_bits_that_fit(preset):
     torch.testing.assert_close(mended(data), model(data), rtol=0, atol=0.01)  # a step of 7 bits
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])
 def test_without_the_pass(backend):
     """Lowering asks, too: the layer stays in qdq form, and its neighbour runs on integers where it did before."""
@@ -203,7 +203,7 @@ def test_files(case, value, tmp_path):
         torch.testing.assert_close(got, torch.full_like(got, value), rtol=0, atol=2e-3, msg=f"{suffix} in {runtime}")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @needs_vnni
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("auto", "reference")])
 def test_kernels_of_edited_weights(backend, tmp_path):
@@ -231,6 +231,7 @@ def grown(backend):
     return q, x
 
 
+@pytest.mark.slow
 def test_files_of_edited_weights(tmp_path):
     """Weights that have grown since: the file has the layer in float, and says so."""
     q, x = grown("reference")

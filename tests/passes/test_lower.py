@@ -200,7 +200,7 @@ def test_what_has_no_kernel_stays_in_qdq_form():
 ENGINES = ["x86", *(name for name in ("fbgemm", "qnnpack") if packed.has_engine(name))]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize(
     ("layer", "inputs"),

@@ -74,6 +74,7 @@ def test_one_batch_is_divided_into_halves(size, gains):
     assert sqnr(want, with_pass(data[0])) > sqnr(want, without(data[0])) + (10 if gains else -0.01)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_computed_in_float_is_multiplied():
     layers = uneven()
     model = module(
@@ -122,7 +123,7 @@ def with_two_readers():
     return module(forward, first=layers[0], last=layers[2])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("make", "step"),
     [

@@ -24,7 +24,7 @@ from tests.support.machine import X86, decibels, needs_x86, quiet, told
 from tests.support.models import NETWORKS, batch, build, call
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @needs_x86
 @pytest.mark.parametrize("name", NETWORKS)
 def test_right_kernels_stay(name):
@@ -62,7 +62,7 @@ def not_a_number(y):
     return y * float("nan") if y.dtype == torch.float32 else y + 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_x86
 @pytest.mark.parametrize(
     ("change", "why"),

@@ -60,7 +60,7 @@ MINMAX = fxq.TensorSpec(observer="minmax")
 BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @needs_x86
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "batches"), CANCELLING_TERMS)

@@ -90,6 +90,7 @@ def test_model_text_reads_as_text(tmp_path):
 # ---- columns
 
 
+@pytest.mark.one_in(3)
 @needs_dot
 @pytest.mark.parametrize("blocks", [8, 16, 50])
 def test_a_long_network_has_the_shape_of_a_slide(tmp_path, blocks):

@@ -156,6 +156,7 @@ def test_other_weights_are_another_layer():
     assert not torch.equal(*first)
 
 
+@pytest.mark.slow
 def test_passes_run_no_layer_again():
     """correct-bias looks at 32 samples in three layers, keep-small-values only at histograms."""
     prepared, counted = observed(Residual(), images(8)), []

@@ -262,6 +262,7 @@ def test_copies_and_files_compute_the_same(way, tmp_path):
     assert again(tokens(1, 2), KeyCache(torch.zeros(1, 0, 16)), with_cache=True)[1].keys.shape == (1, 2, 16)
 
 
+@pytest.mark.slow
 def test_a_file_holds_shared_weights_once(tmp_path):
     wide = nn.Sequential(nn.Linear(8, 32768), nn.Linear(32768, 8))
     model = branching()

@@ -166,7 +166,7 @@ def test_join_covers_both_tensors(name):
         small.join(observer_for(TensorSpec(bits=4, observer=name)))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("x", distributions().values(), ids=distributions())
 @pytest.mark.parametrize("name", ["histogram", "mse"])
@@ -289,7 +289,7 @@ def test_range_may_jump(name):
 # --- the state ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 @given(data=batches, seed=st.randoms())
 @settings(max_examples=10, deadline=None)
@@ -302,7 +302,7 @@ def test_streaming_is_one_shot_in_any_order(name, data, seed):
     assert streamed.qparams().same_as(observed(name, [shuffled]).qparams())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 @given(a=batches, b=batches, c=batches)
 @settings(max_examples=8, deadline=None)

@@ -255,7 +255,7 @@ LAYOUTS = {
 OPS = torch.ops.fxq
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("x", LAYOUTS.values(), ids=LAYOUTS)
 def test_opcheck_per_tensor(x):
     torch.library.opcheck(OPS.quantize.default, (x, 0.1, 7, 0, 255, torch.uint8))
@@ -263,7 +263,7 @@ def test_opcheck_per_tensor(x):
     torch.library.opcheck(OPS.dequantize.default, (q, 0.1, 0))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed", "strided"])
 def test_opcheck_per_channel(layout, axis):

@@ -40,7 +40,7 @@ def through_a_file(recipe, folder):
     return fxq.Recipe.load(folder / "decided.toml")
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_graph_again_without_prices(name, seed, plant, monkeypatch, tmp_path):
@@ -120,6 +120,7 @@ class Twice(nn.Module):
         return self.layer(F.avg_pool2d(self.layer(x), 2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("float_one", [0, 1])
 def test_two_calls_of_one_module_are_two_decisions(float_one, plant, monkeypatch):
     size = "[1, 4, 8, 8]" if float_one == 0 else "[1, 4, 4, 4]"

@@ -67,7 +67,7 @@ def report(request, tmp_path_factory):
     return qmodel, write_page(report_data(qmodel), tmp_path_factory.mktemp("layout") / f"{request.param}.html")
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 9])
 def test_nothing_lies_on_anything_else_after_any_pass(browser, report, depth):
     qmodel, path = report
@@ -82,7 +82,7 @@ def test_nothing_lies_on_anything_else_after_any_pass(browser, report, depth):
                 assert list(crossings(drawn)) == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_every_edge_is_drawn(browser, report):
     qmodel, path = report
     with opened(browser, path, "depth=9") as page:

@@ -232,6 +232,7 @@ def test_names_of_a_model_are_text_on_every_tab(browser, tmp_path):
                 assert column(page, "layer") == [EVIL, "</td><b>&amp;"]
 
 
+@pytest.mark.slow
 def test_a_thousand_ops_make_a_ledger_that_sorts_and_filters(browser, digits, tmp_path):
     data = report_data(digits[0])
     rows = [{**data["ledger"]["rows"][0], "op": ("linear", "relu")[i % 2]} for i in range(1200)]

@@ -22,7 +22,7 @@ from tests.support.helpers import module
 # ---- the same numbers
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_call_gives_the_same(name):
     model, data = models.build(name), [models.batch(name)]
@@ -370,6 +370,7 @@ def test_kernels_are_not_bound_after(name):
     assert len(counts) > 1
 
 
+@pytest.mark.slow
 def test_operators_of_higher_order():
     class Branches(nn.Module):
         def __init__(self):

@@ -81,7 +81,7 @@ def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_p
     assert kernel.seen == sizes
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("example", [1, 2])
 @pytest.mark.parametrize("wrong", [1, 2])
 def test_a_wrong_kernel_of_openvino_is_named(example, wrong, tmp_path, monkeypatch):
@@ -136,6 +136,7 @@ def test_programs_are_checked_at_two_batch_sizes(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and seen == [2, 1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("suffix", ["onnx", "xml", "pt2"])
 def test_where_sizes_cannot_vary_the_file_has_those_of_the_example(suffix, tmp_path):
     recipe = REFERENCE

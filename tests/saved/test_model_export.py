@@ -40,7 +40,7 @@ def quantized():
     return copy.deepcopy(quantized_once())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["reference", "auto", "onnxruntime", "openvino"])
 def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
     qmodel = fxq.quantize(model(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
@@ -111,6 +111,7 @@ def test_openvino(tmp_path):
     assert list(compiled(X.numpy())[0].shape) == list(qmodel(X).shape)
 
 
+@pytest.mark.slow
 def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
@@ -147,6 +148,7 @@ def test_openvino_does_not_round_the_inputs_of_weight_only_layers(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(x.numpy())[0]), qmodel(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_openvino_takes_tables_of_integers(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
@@ -177,7 +179,7 @@ def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
     assert not (tmp_path / "m.xml").exists()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "told"), [((), None), ((nn.MaxPool2d(4),), r"right for sizes with .*h.*//4.*>= 1")])
 def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, told, tmp_path, recwarn):
     qmodel = fxq.quantize(model(*layers), REFERENCE, data=[X])
@@ -230,7 +232,7 @@ def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
 WRONG = Difference("conv_q", "0", 3.0, 0.5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
 @pytest.mark.parametrize("factor", [1.0, 1e-4])
 @pytest.mark.parametrize("dead", [[1], [0, 1, 2, 3]])
@@ -249,7 +251,7 @@ def test_channels_of_zeros(backend, factor, dead, tmp_path):
 SUMS, INPUTS = {"session.x64quantprecision": "1"}, {"session.qdq_matmulnbits_accuracy_level": "1"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("right", "advice"),
     [

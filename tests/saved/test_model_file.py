@@ -59,7 +59,7 @@ def qmodel():
     return quantized(net.eval(), fxq.Recipe.static(), X)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -389,6 +389,7 @@ def refuse(kernel, *args):
     raise BackendError("x86.conv: not here. Keep the layer in float or in q/dq form.")
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize("where", ["check", "from_config"])
 def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch, where):

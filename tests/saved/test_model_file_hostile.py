@@ -225,7 +225,7 @@ def changed(data, place, value):
 STRANGERS = [None, True, -1, 10**30, 1e400, float("nan"), "", "os:system", "this:x", [], [[]], {}, {"a": {}}, ["x"] * 3]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("part", ["model", "tensors", "history", "recipe"])
 def test_forged_records(saved, tmp_path, backend, part):

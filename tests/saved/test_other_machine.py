@@ -92,7 +92,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
         assert loaded["messages"] == []
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_the_form_of_every_kernel_computes_what_the_kernel_does(name):
     qmodel = fxq.quantize(models.build(name), grids_of_7_bits(), data=[models.batch(name)])

@@ -130,6 +130,7 @@ def test_named_axes(tmp_path):
         qmodel.export(path, example_inputs=data, dynamic={"y": axes})
 
 
+@pytest.mark.slow
 def test_sizes_that_are_sums_of_others(tmp_path):
     """Sizes 0 and 1 of the example are no fixed sizes."""
 

@@ -185,7 +185,7 @@ def test_the_place_is_named_and_the_model_left_as_it_was(kind):
     assert {k: repr(v) for k, v in vars(model[0]).items() if not k.startswith("_")} == before
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("by_recipe", [True, False])
 def test_a_leaf_is_right_on_a_stream_and_shares_nothing(kind, by_recipe):

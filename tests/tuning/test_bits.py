@@ -47,6 +47,7 @@ def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
         assert len({weight.spec for weight in result}) > 1
 
 
+@pytest.mark.slow
 def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     """The score against the quantized model, the error of a layer against a model of this layer alone."""
 

@@ -39,12 +39,14 @@ def test_a_target_out_of_reach_gives_the_best():
     assert not result.reached and result.score == 0.0 and "the target was not reached" in str(result)
 
 
+@pytest.mark.slow
 def test_a_metric_with_a_tolerated_drop():
     result = fxq.search(wide(), STATIC, DATA, agreement, target=0.1)
     assert result.least == pytest.approx(0.9) and result.reached and result.floats == ("bad",)
     assert agreement(fxq.quantize(wide(), result.recipe, data=DATA)) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", pytest.param("fork", marks=pytest.mark.slow)])  # `Trials` has both
 def test_the_executor_makes_no_difference(kind):
     here = fxq.search(wide(), STATIC, DATA, target=45.0)

@@ -40,7 +40,7 @@ def pool(kind):
     return ProcessPoolExecutor(2, get_context(kind))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("metric", [None, agreement])
 def test_the_executor_makes_no_difference(kind, metric):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.any_cpu
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "entropy"])
 def test_two_ranks_see_what_one_process_sees(tmp_path, observer):
     batches = data()
@@ -52,7 +52,7 @@ def test_two_ranks_see_what_one_process_sees(tmp_path, observer):
     assert same(second, first)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARES)
 def test_shares_of_any_size(tmp_path, name):
     shares = SHARES[name]
@@ -182,7 +182,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_fails_on_one_rank_fails_on_all(tmp_path, name):
     make, kind, words = FAILURES[name]

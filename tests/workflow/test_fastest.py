@@ -66,7 +66,7 @@ def planted_trials(monkeypatch, times, share=0.95):
     planted(monkeypatch, [1.0] * TRIED)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @needs_fbgemm
 @pytest.mark.parametrize("first", range(TRIED))
 def test_the_quickest_is_chosen(net, monkeypatch, first):
@@ -79,7 +79,7 @@ def test_the_quickest_is_chosen(net, monkeypatch, first):
     assert sqnr(model(x), q(x)) > 20
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @needs_fbgemm
 @pytest.mark.parametrize("far", [3.0, float("nan")])
 def test_what_is_far_from_float_loses(net, monkeypatch, far):
@@ -230,6 +230,7 @@ def test_the_table(net):
     assert fxq.quantize(model, FASTEST.with_backend("x86"), data=[x]).attempts is None
 
 
+@pytest.mark.slow
 def test_an_observed_model_copies_all_of_it(net):
     model, x = net
     observed = copy.deepcopy(fxq.prepare(model, FASTEST, example_inputs=x))
@@ -257,13 +258,14 @@ def test_recipes_with_it_are_saved(tmp_path):
     assert fxq.Recipe.load(tmp_path / "r.toml") == FASTEST
 
 
+@pytest.mark.slow
 def test_of_equals_the_first_is_taken(net, monkeypatch):
     model, x = net
     planted(monkeypatch, [1.05, 1.0, 2.0, 2.0, 2.0])
     assert fxq.quantize(model, FASTEST, data=[x]).backend == fastest_order()[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "busy", "threads"), [(4, False, 4), (1.5, False, 1), (4, True, 1)])
 def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, threads):
     """One thread is timed then, in CPU time; `attempts` says so."""
@@ -367,6 +369,7 @@ def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_pat
     assert seen == [()]
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_a_backend_left_out_of_the_calibration_wins_if_the_others_are_slower_than_promised(net, monkeypatch):
     model, x = net
@@ -449,6 +452,7 @@ def test_backends_without_a_trial_are_converted(net, monkeypatch):
     assert [attempt.why for attempt in q.attempts if attempt.us is None] == []
 
 
+@pytest.mark.slow
 def test_layers_return_to_float_on_backends_with_the_same_graph():
     """These layers are so small that float is faster on each backend of PyTorch's kernels."""
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(8, 8)

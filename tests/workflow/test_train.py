@@ -29,7 +29,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_convert_gives_is_what_was_trained(name, recipe):

@@ -38,6 +38,7 @@ def _loop(model, rank=0, ranks=1, rate=0.1, steps=4):
         optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [False, True])
 def test_two_ranks_train_as_one_process_on_the_joined_batch(tmp_path, learned):
     torch.manual_seed(0)

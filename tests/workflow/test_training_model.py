@@ -219,6 +219,7 @@ def integers(model):
     return frozen_weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [False, True])
 def test_weights_that_go_back_and_forth_are_frozen(learned):
     model, batches, _ = with_weights_to_freeze(learned)

@@ -164,6 +164,7 @@ def test_a_version_that_does_not_know_snippets_compiles_as_it_does(quantized_con
     )
 
 
+@pytest.mark.slow
 def test_speed_measures_and_coverage_does_not(monkeypatch):
     told = []
     monkeypatch.setattr(OpenvinoKernel, "tune", lambda self, *inputs: told.append([x.shape for x in inputs]))

@@ -156,7 +156,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_what_runs_as_one_region(network):
     x = image()
@@ -178,7 +178,7 @@ def test_it_has_the_numbers_of_the_reference():
     assert torch.allclose(q(x), r(x), rtol=0, atol=1e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45])
 def test_inputs_without_an_end(value):
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1)), image()
@@ -200,7 +200,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("which", REFUSED)
 def test_refusals_have_reasons(which):
     """PyTorch computes refused ops; ops before and after them still run as regions."""
@@ -318,6 +318,7 @@ def test_what_is_written_to_its_tensors_counts(dtype):
     assert sqnr(form(kernel)(x), q(x)) > 40
 
 
+@pytest.mark.slow
 def test_inputs_that_lie_otherwise():
     x = image(2, 3, 12)
     q = quantized(settled(UNet), x)
@@ -386,6 +387,7 @@ def test_short_lived_threads():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_another_number_of_threads():
     x = image()
     q = quantized(settled(Residual), x)

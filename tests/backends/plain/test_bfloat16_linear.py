@@ -248,6 +248,7 @@ def test_one_layer_may_stay_in_float32(without_numba):
     ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "named"), [(1, True), (MAX_ROWS + 1, False)])
 def test_the_warning_names_bfloat16_where_it_has_a_kernel(rows, named, without_numba, monkeypatch):
     monkeypatch.setattr(compiler, "installed", lambda: "none")

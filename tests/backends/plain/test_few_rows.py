@@ -181,7 +181,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @needs_numba
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
 def test_layers_agree_with_the_product_of_many_rows_from_one_row_on(options, monkeypatch):

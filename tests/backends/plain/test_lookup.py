@@ -115,7 +115,7 @@ MIDDLES = {
 del MIDDLES["reciprocal"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @no_warnings
 @needs_x86
 @pytest.mark.parametrize("name", sorted(MIDDLES))
@@ -127,7 +127,7 @@ def test_functions_between_layers(name):
     assert sqnr(model(x), quantized(x)) > 22
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @no_warnings
 @needs_x86
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)], ids=str)

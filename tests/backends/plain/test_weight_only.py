@@ -76,7 +76,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(name, recipe):
@@ -144,7 +144,7 @@ BAGS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recipe", [BITS8, BITS4, RECIPES["float16"]], ids=["int8", "int4", "float16"])
 @pytest.mark.parametrize(("options", "inputs"), BAGS.values(), ids=BAGS)
 def test_embeddings_and_bags(options, inputs, recipe):

@@ -70,7 +70,7 @@ def flat(value):
     return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flat(part)]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @ALL
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, recipe):

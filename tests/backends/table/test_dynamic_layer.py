@@ -53,7 +53,7 @@ def check(kernel, spec, inputs, scale, function):
     return kernels[0], q
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("integers", [True, False], ids=["int_mm", "layer"])
 @pytest.mark.usefixtures("loops")
 @settings(max_examples=27, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

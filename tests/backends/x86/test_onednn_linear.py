@@ -77,6 +77,7 @@ def test_linear(post, out, matmul):
     agree(linear(x), function(F.linear(real(x, X), -w, torch.ones(40).double())), out)
 
 
+@pytest.mark.slow
 @settings(max_examples=45, deadline=None)
 @given(st.data())
 def test_linear_of_one_row_in_float(data):

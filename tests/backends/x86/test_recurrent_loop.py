@@ -207,7 +207,7 @@ def quantized(model, preset, x, **options):
     return qmodel, [text for text in told(caught) if "verif" in text or "wrong" in text]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_runs_on_integers(kind, preset):
@@ -263,7 +263,7 @@ CALIBRATED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "options", "states"), CALIBRATED.values(), ids=CALIBRATED)
 def test_a_calibrated_range_of_the_state_is_as_good_as_a_dynamic_one(kind, options, states):
     """On data that calibration has not seen; it is the default of static."""

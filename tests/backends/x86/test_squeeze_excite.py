@@ -122,7 +122,7 @@ def returned(m, x):
     return y * torch.sigmoid(m.excite(F.silu(m.squeeze(y.mean((2, 3), keepdim=True)))))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @no_warnings
 @pytest.mark.parametrize("forward", [excited, returned], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("per", ["tensor", "channel"])

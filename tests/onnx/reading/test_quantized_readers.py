@@ -215,7 +215,7 @@ def dynamic_layer(op, weight, zero, layer_attributes="", scale=0.03):
     return parsed(body, inputs, outputs, constants)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, 0), (np.uint8, 119)])
 @pytest.mark.parametrize(("op", "shape"), [("MatMulInteger", (4, 3)), ("ConvInteger", (3, 2, 3, 3))])
 def test_layers_with_dynamic_ranges_run_on_integers(op, shape, dtype, zero):

@@ -70,6 +70,7 @@ def test_indices_from_the_end_of_a_dynamic_axis():
     checked("y = Gather<axis = 0>(x, pair)", [(4, 3), (1, 6)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("opset", [13, 18])
 def test_equal_parts_of_a_dynamic_axis(opset):
     count = ", num_outputs = 3" if opset == 18 else ""

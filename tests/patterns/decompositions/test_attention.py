@@ -58,7 +58,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -134,7 +134,7 @@ class Called(nn.Module):
         return y + weights.sum()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "options",
     [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"split": True}, {"add_bias_kv": True}],
@@ -176,7 +176,7 @@ def test_attention_that_stays_a_module_may_return_both_outputs():
     assert set(qmodel.qparams()) == {"head"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_keys_of_its_own_on_integers(preset, backend):

@@ -117,7 +117,7 @@ USES["nn.RNN"] = USES["nn.GRU"]
 CASES = [(kind, use) for kind, uses in USES.items() for use in uses]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize(("kind", "use"), CASES, ids=lambda value: str(value))
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 def test_values_are_used_in_any_way(kind, use, options):

@@ -36,7 +36,7 @@ def excited(m, x):
     return y, gate(m, F.adaptive_avg_pool2d(y, 1))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("pool", OPTIONS)
 @pytest.mark.parametrize(("act", "function"), list(itertools.product(FUNCTIONS, GATES)))
 def test_every_variant(act, function, pool):
@@ -126,6 +126,7 @@ def test_refuses(forward, rule, reason):
     check_refused(rule, node, reason, model, x, before, behind)
 
 
+@pytest.mark.slow
 def test_refuses_larger_kernels_and_padding():
     """A kernel of more than a pixel reads padding; of one pixel it may, too."""
     for options, rule in [({"kernel_size": 3, "padding": 1}, "padding"), ({"kernel_size": 1, "groups": 2}, "groups")]:

@@ -362,7 +362,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_is_one_region(name):
     make, channels = NETWORKS[name]
