@@ -215,6 +215,7 @@ def test_what_fails_has_its_reason_in_the_table(script):
     assert json.loads(json.dumps(bench.as_data(rows[1])))["note"] == "half"
 
 
+@pytest.mark.slow
 def test_texts_are_cut_into_pieces_that_share_nothing(script):
     text = script("demo.accuracy_text")
     assert text.numbered("Ab é") == [0, 1, text.CHARACTERS.index(" "), text.OTHER]

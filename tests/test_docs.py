@@ -59,7 +59,7 @@ def pages_with_code():
     """Those of which others test the same at length are slow."""
     for page in PAGES:
         if "```" in page.read_text():
-            slow = page.stem in ("transformers", "parts", "production", "accuracy")
+            slow = page.stem in ("transformers", "parts", "production", "accuracy", "serving", "engines")
             yield pytest.param(page, id=named(page), marks=[pytest.mark.slow] if slow else [])
 
 

@@ -77,6 +77,7 @@ def test_random_programs_on_integers(plan):
     check(plan, INT8, 12.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4, state=NO_STATE, optional=NEVER))
 def test_random_programs_with_state(plan):

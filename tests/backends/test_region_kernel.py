@@ -123,6 +123,7 @@ def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):
     }
 
 
+@pytest.mark.slow
 def test_reports_pictures_and_comparisons(net, tmp_path):
     qmodel, (model, x) = quantized(net), net
     page = qmodel.report(tmp_path / "r.html").read_text(encoding="utf-8")
@@ -152,6 +153,7 @@ def test_what_is_built_of_a_region_is_built_again_and_never_copied(net, monkeypa
     assert equal(qmodel(x), before)
 
 
+@pytest.mark.slow
 def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, monkeypatch):
     qmodel, x = quantized(net), net[1]
     right, data = qmodel(x), pickle.dumps(qmodel)
@@ -397,6 +399,7 @@ def inside(change):
     return build
 
 
+@pytest.mark.slow
 def test_rounding_on_the_way_is_no_error(net, monkeypatch):
     """Some values inside of the region are rounded to the other side of a tie, and later values differ by it."""
     monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"scale": grid["scale"] * (1 - 3e-5)}))

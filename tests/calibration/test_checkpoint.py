@@ -125,6 +125,7 @@ def test_ranks_that_were_killed_go_on_each_from_its_own_file(tmp_path):
     assert same(results, [whole(batches)] * 2)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_share_is_refused(tmp_path):
     path, batches = tmp_path / "c.safetensors", data()
     on_ranks(2, tmp_path / "two", lambda rank: calibrated(path, batches[rank::2]) and None)

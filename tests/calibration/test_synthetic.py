@@ -86,6 +86,7 @@ def test_ranges_come_close_to_those_of_real_data():
     assert sqnr["synthetic"] > sqnr["real"] - 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
 def test_values_of_images_stay_within_the_bounds():
     low, high = -3.0, 5.0

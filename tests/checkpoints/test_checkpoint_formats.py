@@ -202,7 +202,7 @@ def compressed_folder(path):
 FOLDERS = {"gptq": gptq_folder, "awq": awq_folder, "compressed-tensors": compressed_folder}
 
 
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     format=st.sampled_from([*FOLDERS]),
     at=st.integers(0, 3000),

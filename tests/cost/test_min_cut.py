@@ -40,7 +40,7 @@ def graphs(draw):
 
 
 @given(graphs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=28, deadline=None)
 def test_no_choice_is_cheaper(graph):
     ops, values = graph
     chosen = cheapest(ops, values)
@@ -49,7 +49,7 @@ def test_no_choice_is_cheaper(graph):
 
 
 @given(graphs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=22, deadline=None)
 def test_conversions_of_an_op_are_those_that_it_makes_the_difference_for(graph):
     ops, values = graph
     chosen = cheapest(ops, values)

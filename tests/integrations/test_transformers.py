@@ -235,6 +235,7 @@ def test_images_of_16_bits_are_those_of_the_model():
         assert sqnr(want, encoder(pixel_values=pixels).last_hidden_state) > 30
 
 
+@pytest.mark.slow
 def test_the_model_and_its_library_are_unchanged():
     from transformers.cache_utils import DynamicLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

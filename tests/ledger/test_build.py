@@ -44,7 +44,7 @@ def test_where_everything_went(ledger):
     assert by_name["erf"].source.rpartition(":")[0].endswith("support/ledgers.py")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_entry_is_consistent(name, recipe):

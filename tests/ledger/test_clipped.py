@@ -101,6 +101,7 @@ def test_the_grids_of_programs():
     assert far["cache"].keys.shape == (2, 6, 16)  # the call changes its cache, as any call
 
 
+@pytest.mark.slow
 def test_calls_of_other_threads_do_not_count():
     model, data = layers(), [torch.randn(16, 8) for _ in range(4)]
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=data)

@@ -189,6 +189,7 @@ def test_two_recipes(qmodel):
     assert comparison.models == (qmodel, coarse_qmodel)
 
 
+@pytest.mark.slow
 @needs_x86
 def test_two_backends_agree_to_the_last_step():
     data = batches()
@@ -275,6 +276,7 @@ def test_state_goes_on_from_batch_to_batch_on_each_side_alone():
     assert fxq.compare(qmodel, qmodel, data).worst.sqnr == math.inf
 
 
+@pytest.mark.slow
 def test_a_loaded_model_beside_the_float_model(qmodel):
     want = fxq.compare(net(), qmodel, batches())
     assert fxq.compare(net(), pickle.loads(pickle.dumps(qmodel)), batches()).entries == want.entries
@@ -310,6 +312,7 @@ def test_no_batch_is_kept(qmodel):
     assert most <= 2
 
 
+@pytest.mark.slow
 def test_an_exported_program():
     x = batches(1)[0]
     program = torch.export.export(net(), (x,))

@@ -90,6 +90,7 @@ def test_the_integers_alone_compute_the_layer(case):
     assert (got - want).abs().max() <= 3 * step
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8),
     st.floats(2.0**-20, 1.0, width=32),

@@ -51,7 +51,7 @@ def written(zero: int, scale: float, mode: str, value: float) -> tuple[Writer, o
     return w, padding, dequantize_node(w, padding) is not None
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     zero=st.integers(0, 255),
     scale=st.floats(2**-10, 10, width=32),

@@ -38,7 +38,7 @@ def problem(groups, rows, inputs, qmin=-7, qmax=7, seed=0):
     ends=st.sampled_from([(-7, 7), (-2, 3), (0, 0)]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_each_weight_goes_to_one_of_its_neighbours(groups, rows, inputs, ends, seed):
     layer, error = problem(groups, rows, inputs, *ends, seed=seed)
     _, chosen = AdaRound(iterations=20).choose(layer, error)

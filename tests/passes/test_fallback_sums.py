@@ -252,6 +252,7 @@ class Correlates(nn.Module):
         return (x.relu() @ y.relu().transpose(1, 2)) / x.shape[-1]
 
 
+@pytest.mark.slow
 def test_files_of_products_of_activations_without_fallback(tmp_path):
     """They have no stored weights: the file multiplied integers beyond int32, and nothing said so."""
     x, y = torch.full((1, 2, 40_000), 0.98), torch.full((1, 3, 40_000), 0.98)

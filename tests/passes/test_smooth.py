@@ -217,6 +217,7 @@ def test_it_is_never_worse(shape, inputs, outputs, zeros):
         assert sqnr(model(x), smooth(x)) >= sqnr(model(x), plain(x)) - 1.0  # dB; tokens count alike, here they do not
 
 
+@pytest.mark.slow
 def test_what_is_large_in_one_half_of_the_samples_alone_decides_nothing():
     """Ranges of one half do not hold the values of the other: what fits the first alone is not done."""
     torch.manual_seed(0)

@@ -126,6 +126,7 @@ def test_weights_that_were_fitted_to_data_are_named():
         qmodel(TOKEN)
 
 
+@pytest.mark.slow
 def test_many_programs_are_warned_of():
     class Sized(nn.Module):
         def __init__(self):

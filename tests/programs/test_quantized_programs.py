@@ -272,6 +272,7 @@ def test_a_file_holds_shared_weights_once(tmp_path):
     assert three.stat().st_size < 1.2 * single.stat().st_size  # further graphs and histories, no further tensors
 
 
+@pytest.mark.slow
 def test_reports_and_exports_are_named_after_programs(tmp_path):
     qmodel = fxq.quantize(branching(), INT8, example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}})
     pages = qmodel.report(tmp_path / "report.html")
@@ -319,6 +320,7 @@ def test_lists_and_dicts_that_a_model_changes_beside_a_cache_are_changed():
     assert others[2].keys.shape == (2, 4, 4)
 
 
+@pytest.mark.slow
 def test_programs_are_compared_with_the_float_model(tmp_path):
     class Masked(nn.Module):
         def __init__(self):

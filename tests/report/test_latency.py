@@ -96,6 +96,7 @@ def test_a_float_model_that_is_gone_is_said(residual):
     assert "the float model was deleted" in latency.why
 
 
+@pytest.mark.slow
 def test_a_float_model_in_train_mode_is_not_run(residual):
     _, qmodel = residual
     model = build("residual").train()

@@ -59,7 +59,7 @@ def test_a_region_has_a_row_for_each_of_its_layers(engine):
     assert all(row.op in text for row in layers) and profiled.batch in text
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_other_inputs_are_timed_anew(engine):
     small, large = (sum(row.us for row in engine.profile(example_inputs=torch.randn(n, 3, 8, 8))) for n in (1, 256))
     assert large > small
@@ -134,7 +134,7 @@ def test_a_region_opens(engine, browser, tmp_path):
         assert len(page.evaluate("fxq.drawn().boxes")) == 3
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_panel_of_a_region(engine, browser, tmp_path):
     """It lists the layers; one leads to its op in the qdq graph."""
     node = region(engine)

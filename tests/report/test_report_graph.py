@@ -108,7 +108,7 @@ def test_side_by_side_shows_the_graph_before_too(browser, digits):
         assert not before.is_visible()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("network", "module"), [("digits", "block1"), ("resnet50", "layer1.0")])
 def test_a_module_collapses_and_expands(browser, network, module, request):
     _, path = request.getfixturevalue(network)

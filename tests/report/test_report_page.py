@@ -60,6 +60,7 @@ def test_the_noise_that_a_layer_adds_stands_apart(browser, digits):
         assert [h / max(heights) for h in heights] == pytest.approx([o / max(own) for o in own if o > 0], abs=0.01)
 
 
+@pytest.mark.slow
 def test_charts_follow_the_width_of_the_window(browser, digits):
     with opened(browser, digits[1], "tab=quality") as page:
         wide = chart(page, "SQNR of each layer").bounding_box()["width"]
@@ -68,6 +69,7 @@ def test_charts_follow_the_width_of_the_window(browser, digits):
         assert chart(page, "SQNR of each layer").bounding_box()["width"] < wide - 500
 
 
+@pytest.mark.slow
 def test_without_any_sqnr_the_page_says_so(browser, digits, tmp_path):
     data = report_data(digits[0])
     for row in data["ledger"]["rows"]:
@@ -78,6 +80,7 @@ def test_without_any_sqnr_the_page_says_so(browser, digits, tmp_path):
         assert page.locator('#view-ledger th[data-key="sqnr"]').count() == 0
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
     data = report_data(digits[0])
     rows = [row for row in data["ledger"]["rows"] if row["sqnr"] is not None]
@@ -148,6 +151,7 @@ def test_a_fix_can_be_copied(browser, digits):
         assert page.evaluate("fxq.state.tab") == "ledger"  # the button does not open the row
 
 
+@pytest.mark.slow
 def test_a_row_shows_its_node_by_click_and_by_key(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=ledger") as page:
@@ -175,6 +179,7 @@ def test_time_shows_latency_size_and_where_it_goes(browser, digits):
         assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", nodes[0]]
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_not_a_number_of_times_smaller(browser, tmp_path):
     qmodel = fxq.quantize(Plain().eval(), REFERENCE, data=[torch.rand(2, 4)])
     with opened(browser, qmodel.report(tmp_path / "r.html"), "tab=time") as page:

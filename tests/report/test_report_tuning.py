@@ -45,6 +45,7 @@ def test_candidates_and_layers_stand_in_tables(browser, path, searched):
         assert f"{len(result.floats)} of {result.layers}" in tiles
 
 
+@pytest.mark.slow
 def test_every_candidate_and_timed_layer_has_a_mark(browser, path, searched):
     result, _ = searched
     with opened(browser, path, "tab=tuning") as page:

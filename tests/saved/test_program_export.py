@@ -110,6 +110,7 @@ def test_a_batch_of_one_is_no_fixed_size(tmp_path):
         assert torch.equal(program(x), qmodel(x))
 
 
+@pytest.mark.slow
 def test_a_fixed_batch(tmp_path):
     qmodel = quantized()
     program = torch.export.load(qmodel.export(tmp_path / "m.pt2", dynamic=False)).module()
@@ -205,6 +206,7 @@ def test_a_size_that_the_model_takes_for_granted(tmp_path):
     assert qmodel.export(tmp_path / "m.pt2", dynamic=False).exists()
 
 
+@pytest.mark.slow
 def test_no_file_of_this_machine_is_named(tmp_path):
     qmodel = quantized()
     assert __file__.encode() not in qmodel.export(tmp_path / "m.pt2").read_bytes()

@@ -77,6 +77,7 @@ def smallest_scale(q):
     return float(scales.min())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [5.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_chosen_recipe(budget):
     """Whether float16 holds the scales of the last layer depends on the specs of the others: the bits are right."""

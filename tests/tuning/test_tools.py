@@ -25,6 +25,7 @@ def test_presets_dicts_and_wrappers_are_taken():
     assert fxq.sensitivity(nn.DataParallel(model).eval(), STATIC.to_dict(), iter(DATA)) == plain
 
 
+@pytest.mark.slow
 def test_dynamic_recipes_and_batches_of_other_sizes():
     data = [torch.rand(3, 3, 10, 10), {"x": torch.rand(5, 3, 10, 10)}]
     result = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)

@@ -74,6 +74,7 @@ def test_quantize_takes_the_first_batch_there_is_for_an_example(tmp_path):
     assert all(same(result, want) for result in results) and want[2][0] == 4
 
 
+@pytest.mark.slow
 def test_a_recipe_that_calibrates_nothing_reads_the_same_samples(tmp_path):
     batches = data(40, 2)
     chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")

@@ -164,7 +164,7 @@ def test_the_data_is_read_once(net):
     assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == TRIED
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @needs_fbgemm
 @pytest.mark.parametrize("copies", [False, True])
 def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
@@ -239,6 +239,7 @@ def test_an_observed_model_copies_all_of_it(net):
     assert len(fxq.convert(observed).attempts) == TRIED
 
 
+@pytest.mark.slow
 def test_a_preset_without_data(net):
     model, x = net
     q = fxq.quantize(model, fxq.Recipe.dynamic(backend="fastest"), example_inputs=x)
@@ -319,6 +320,7 @@ def batches_seen(observed):
     return {model.manager.context.recipe.backend: model.batches_seen for model in models}
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
     """The others see what they would see alone: the example, which was run for the trials, is no calibration data."""

@@ -96,6 +96,7 @@ def test_sharding_that_the_forward_does_not_undo(tmp_path):
         assert "is torch.bfloat16, but was torch.float32 when the model was prepared" in halved
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):
     torch.manual_seed(0)
     model, x = Plain().eval(), torch.randn(8, 3, 10, 10)

@@ -47,6 +47,7 @@ def kinds(compiled):
     return [entry["primitiveType"].partition("_")[0] for entry in about if entry["layerType"] == "Convolution"]
 
 
+@pytest.mark.slow
 def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(quantized_conv):
     q, x, (model, _) = quantized_conv
     result = names(model)

@@ -370,6 +370,7 @@ def test_threads():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_short_lived_threads():
     """Memory that a thread frees is not written to afterwards."""
     x = image()
@@ -399,6 +400,7 @@ def test_another_number_of_threads():
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_who_watches_sees_the_ops():
     """The q/dq form is recorded: loops are opaque to PyTorch."""
 

@@ -74,7 +74,7 @@ def int32_bias(count, x, qp, groups=1):
 
 
 @pytest.mark.one_in(2)
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_conv_of_any_shape(engine, data):
     draw = data.draw
@@ -94,7 +94,7 @@ def test_conv_of_any_shape(engine, data):
 
 
 @pytest.mark.one_in(2)
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_transposed_conv_of_any_shape(engine, data):
     draw = data.draw

@@ -59,7 +59,7 @@ def tensor(draw: st.DrawFn, shape: list[int]) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1) if layout == "transposed" else x
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_shapes(data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))

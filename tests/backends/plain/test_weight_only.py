@@ -94,7 +94,7 @@ def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(
             torch.testing.assert_close(qmodel(x).double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 5), inputs=st.integers(1, 90), outputs=st.integers(1, 70), bias=st.booleans(),
     bits=st.integers(2, 8), per=st.sampled_from(["tensor", "channel", 1, 32, 64]),

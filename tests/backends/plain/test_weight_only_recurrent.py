@@ -82,7 +82,7 @@ def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, rec
             torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]), sizes=st.tuples(*[st.integers(1, 5)] * 4), bias=st.booleans(),
     states=st.booleans(), proj=st.integers(0, 3), recipe=st.sampled_from(sorted(RECIPES)),

@@ -56,7 +56,7 @@ def check(kernel, spec, inputs, scale, function):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("integers", [True, False], ids=["int_mm", "layer"])
 @pytest.mark.usefixtures("loops")
-@settings(max_examples=27, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_linear_layers(integers, data):
     """The product by `torch._int_mm`, and by the layer's kernel, as for large weights."""

@@ -52,7 +52,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_conv_of_any_shape(data):
     draw = data.draw

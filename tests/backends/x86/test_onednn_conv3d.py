@@ -24,7 +24,7 @@ pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_conv3d_of_any_shape(data):
     draw = data.draw

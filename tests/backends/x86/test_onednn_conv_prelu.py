@@ -35,7 +35,7 @@ def slopes(kind: str, channels: int) -> torch.Tensor:
     return (drawn * 3 - 2) if kind != "one" else drawn.mul_(0.3)
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_conv_prelu_of_any_shape(data):
     draw = data.draw

@@ -43,7 +43,7 @@ FLAG = st.booleans()
 
 @pytest.mark.one_in(2)
 @pytest.mark.usefixtures("loops")
-@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(sorted(GATES)),
     sizes=st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 70]), SIZE, SIZE),

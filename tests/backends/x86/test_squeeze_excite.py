@@ -48,7 +48,7 @@ def kernel(
     return kernel, means
 
 
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_shape(data):
     draw = data.draw

@@ -125,7 +125,7 @@ def test_values_are_used_in_any_way(kind, use, options):
     check(Net(module, USES[kind][use]), data())
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]),
     sizes=st.tuples(*[st.integers(1, 4)] * 5),

@@ -98,7 +98,7 @@ def test_scaled_sums(kind, parts, many):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "parts"), CASES)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=11)
 @given(
     name=st.sampled_from([*FUNCTIONS]), count=st.integers(0, 3), many=st.integers(1, 10), seed=st.integers(0, 99)
 )  # fmt: skip

@@ -85,7 +85,7 @@ def inside(area, image):
 
 
 @given(lives())
-@settings(max_examples=135)
+@settings(max_examples=74)
 def test_what_lives_at_once_shares_no_memory(areas):
     """A program that writes each area as its step comes finds it as it was at its last step, and borders untouched."""
     arena = lay_out(areas)

@@ -44,7 +44,7 @@ def test_masks(shape, is_bool, is_constant):
     masked(draft, draft.constant(mask) if is_constant else draft.input(mask))
 
 
-@settings(deadline=None, max_examples=18)
+@settings(deadline=None, max_examples=10)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 14), st.integers(1, 40), st.sampled_from([1, 5, 16, 33]),
     st.booleans(), st.integers(0, 99),

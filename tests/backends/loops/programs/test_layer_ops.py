@@ -220,7 +220,7 @@ def test_transposed_convolutions(channels, columns, size, stride, padding, outpu
     check(draft, draft.quantize(draft.op("silu", y)))
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from([3, 16, 20]), st.sampled_from([1, 7, 16]), PAIRS, PAIRS, PAIRS, st.integers(0, 3),
     st.integers(0, 2**16),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 CHANNELS = st.sampled_from([1, 3, 5, 16, 17, 33, 64])
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
-quick = settings(max_examples=12, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 
 
 # ---- products
