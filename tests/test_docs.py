@@ -56,7 +56,7 @@ def run(page, folder):
 
 
 def pages_with_code():
-    """Those of which others test the same at length are slow."""
+    """Pages whose features other tests try at length are slow."""
     for page in PAGES:
         if "```" in page.read_text():
             slow = page.stem in ("transformers", "parts", "production", "accuracy", "serving", "engines")

@@ -133,9 +133,10 @@ FIRST = [same[0] for same in groups().values()]
 
 def one_of_each_op():
     """Of the groups of an op, all but the first are slow."""
-    for i, case in enumerate(FIRST):
-        is_first = case.op not in [other.op for other in FIRST[:i]]
-        yield pytest.param(case, id=str(case), marks=[] if is_first else pytest.mark.slow)
+    seen_ops = set()
+    for case in FIRST:
+        yield pytest.param(case, id=str(case), marks=pytest.mark.slow if case.op in seen_ops else [])
+        seen_ops.add(case.op)
 
 
 @pytest.mark.parametrize("case", one_of_each_op())
