@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import settings
 
 import fxq
 from fxq.backends.loops.code import compiler
@@ -22,6 +23,9 @@ from tests.support.helpers import REFERENCE
 # Order of summation, and so the tests' numbers, must not depend on the machine. And small tensors are slower on several
 # threads, much slower where other programs run.
 torch.set_num_threads(1)
+
+# `scripts/test` draws fewer examples than the 100 of Hypothesis, where a test does not say how many.
+settings.register_profile("ci", parent=settings.get_profile("ci"), max_examples=40)
 
 gc.disable()  # until the tests are collected: what is imported stays
 

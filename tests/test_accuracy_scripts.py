@@ -163,6 +163,7 @@ def test_agreement_has_its_standard_error(script):
     assert score["SQNR, dB"] == pytest.approx(10 * math.log10(4 / 2))
 
 
+@pytest.mark.slow
 def test_what_a_search_finds_beside_float_and_the_default(script):
     """On a network of four classes: the search keeps the target, and a row says what each takes of layers in float."""
     bench = script("bench.search")
@@ -214,6 +215,7 @@ def test_what_fails_has_its_reason_in_the_table(script):
     assert json.loads(json.dumps(bench.as_data(rows[1])))["note"] == "half"
 
 
+@pytest.mark.slow
 def test_texts_are_cut_into_pieces_that_share_nothing(script):
     text = script("demo.accuracy_text")
     assert text.numbered("Ab é") == [0, 1, text.CHARACTERS.index(" "), text.OTHER]

@@ -34,6 +34,7 @@ def two_inputs():
 # ---- quantize, and the same in steps
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("name", ["residual", "several_inputs", "dict_output"])
 def test_the_steps_are_quantize(name, backend):
@@ -84,6 +85,7 @@ def pairs():
     return DataLoader(TensorDataset(X, torch.arange(4)), batch_size=2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "data",
     [
@@ -172,6 +174,7 @@ def test_the_progress_bar_without_a_length(monkeypatch):
 Pair = collections.namedtuple("Pair", "first second")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "pack",
     [
@@ -208,6 +211,7 @@ def test_inputs_by_keyword_and_defaults():
         assert torch.equal(qmodel(y=y, x=X), qmodel(X, y=y))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_result_is_in_eval_mode_and_needs_no_gradient_to_run(name):
     model = build(name)

@@ -177,6 +177,7 @@ class Named(nn.Module):
         return y * thing if isinstance(thing, torch.Tensor) else thing(y.flatten(1, 2))[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["graph", "code", "meta", "history", "manager", "recompile", "ledger", "report", "recipe"]
 )
@@ -588,6 +589,7 @@ def test_without_a_check_nan_gives_finite_numbers():
     assert bool(qmodel(torch.full_like(X, NAN)).isfinite().all())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_checked_inputs_are_finite_at_every_call(value, backend):

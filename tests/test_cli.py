@@ -161,6 +161,7 @@ def test_warnings_are_lines(run, recipe, tmp_path):
     assert result.stderr.startswith("Warning: the output is at ") and "cli.py" not in result.stderr
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["m.onnx", "m.pt2", "m.xml"])
 def test_quantize_exports_what_the_suffix_says(run, recipe, tmp_path, name):
     args = ("quantize", "commanded:make", "--data", "commanded:batches", "--recipe", recipe, "-o", f"new/{name}")
@@ -210,6 +211,7 @@ def test_a_model_may_be_an_onnx_file(run, tmp_path):
     assert fxq.load(tmp_path / "m.fxq").ledger
 
 
+@pytest.mark.slow
 def test_options_in_place_of_the_recipe_s(run, recipe, tmp_path):
     threads = torch.get_num_threads()
     try:
@@ -252,6 +254,7 @@ def test_doctor_compiles_only(run, monkeypatch):
     assert "pip install fxq[jit]" in run("doctor", "--compile").stderr
 
 
+@pytest.mark.slow
 def test_a_preset_is_known_where_nothing_else_of_fxq_was_imported(tmp_path):
     """The command's own process: presets name passes, which register when `fxq.public` is imported."""
     (tmp_path / "net.py").write_text(SOURCE)

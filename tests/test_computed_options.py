@@ -58,7 +58,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @recipes
 @pytest.mark.parametrize("pool", WHOLE.values(), ids=WHOLE)
 def test_a_window_of_the_size_of_its_input_is_a_global_pooling(pool, recipe):
@@ -125,7 +125,7 @@ NOT_WHOLE = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(18)
 @recipes
 @pytest.mark.parametrize("function", NOT_WHOLE.values(), ids=NOT_WHOLE)
 def test_sizes_are_those_of_the_input_at_hand(function, recipe):
@@ -186,7 +186,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(24)
 @recipes
 @pytest.mark.parametrize(("function", "value", "other"), NUMBERS.values(), ids=NUMBERS)
 def test_an_argument_of_forward_may_be_an_option(function, value, other, recipe):

@@ -75,6 +75,7 @@ class Twice(nn.Module):
         return self.second(torch.asinh(self.first(x)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("engine", ["jit", "openvino", "onnxruntime"])
 @pytest.mark.any_cpu
 def test_an_engine_and_what_it_leaves(monkeypatch, engine):

@@ -30,6 +30,7 @@ def few(monkeypatch):
     monkeypatch.setattr(diagnosis, "PROBES", FEW_PROBES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_backend_runs_what_it_says(step, monkeypatch):
     """Every backend is there, what it runs was timed, and fxq's own loops are right.

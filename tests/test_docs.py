@@ -55,8 +55,16 @@ def run(page, folder):
             exec(compile(text, place, "exec"), vars(module))
 
 
+def pages_with_code():
+    """Pages whose features other tests try at length are slow."""
+    for page in PAGES:
+        if "```" in page.read_text():
+            slow = page.stem in ("transformers", "parts", "production", "accuracy", "serving", "engines")
+            yield pytest.param(page, id=named(page), marks=[pytest.mark.slow] if slow else [])
+
+
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if "```" in page.read_text()], ids=named)
+@pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs_from_top_to_end(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -73,7 +73,7 @@ ONCE = (
 LOOKS = ("annotate", "share-qparams", "choose-grids", "verify-lowering")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_pass_keeps_the_output_and_does_nothing_twice(name, backend):
@@ -95,7 +95,7 @@ def test_every_pass_keeps_the_output_and_does_nothing_twice(name, backend):
 # ---- numbers
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_int8_is_close_to_float(name, backend):
@@ -113,6 +113,7 @@ def test_int8_is_close_to_float(name, backend):
     assert quantized.ledger.count("int8") >= 2
 
 
+@pytest.mark.one_in(4)
 @needs_x86
 @pytest.mark.parametrize("name", NETWORKS)
 def test_kernels_are_their_qdq_form_at_any_batch_size(name):
@@ -127,6 +128,7 @@ def test_kernels_are_their_qdq_form_at_any_batch_size(name):
             assert equal(call(unbound, inputs), first)
 
 
+@pytest.mark.one_in(6)
 @needs_x86
 @pytest.mark.parametrize("name", [n for n in NETWORKS if n not in ("shared_weight", "dict_output", "sequence")])
 def test_memory_layout_makes_no_difference(name):
@@ -149,7 +151,7 @@ def test_another_image_size_than_the_calibration_s():
         assert sqnr(call(model, x), call(quantized, x)) > 30
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_user_s_model_and_data_stay(name, backend):
@@ -167,6 +169,7 @@ def test_the_user_s_model_and_data_stay(name, backend):
 # ---- CPUs without VNNI
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize("role", ["activations", "weights"])
 def test_without_vnni_one_role_has_7_bits(monkeypatch, role):
@@ -201,7 +204,7 @@ SPEC = fxq.TensorSpec(observer="minmax")
 WEIGHT = fxq.TensorSpec(signed=True, symmetric=True, per="channel", observer="minmax")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",

@@ -29,6 +29,7 @@ def test_every_name_is_in_the_reference():
     assert set(fxq.extend.__all__) - there == set()
 
 
+@pytest.mark.slow
 def test_it_is_imported_when_it_is_asked_for():
     code = "import sys, fxq; assert 'torch' not in sys.modules; fxq.extend.kernel; from fxq.extend import QTensor"
     subprocess.run([sys.executable, "-c", code], check=True)

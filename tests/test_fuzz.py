@@ -266,12 +266,13 @@ def test_every_spelling_is_drawn_somewhere(op):
 
 
 @needs_x86
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
 def test_random_networks(plan):
     check(plan)
 
 
+@pytest.mark.slow
 @needs_x86
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), chosen=st.sampled_from(WITHOUT_DATA))
@@ -280,7 +281,7 @@ def test_random_networks_without_data(plan, chosen):
 
 
 @needs_x86
-@settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12), prices=st.integers(0, 99))
 def test_random_networks_at_random_prices(plan, prices):
     """Whichever ops run on integers, every quantized value has a reader."""

@@ -77,18 +77,21 @@ def test_random_programs_on_integers(plan):
     check(plan, INT8, 12.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(st.sampled_from([*STATES * 2, *LAYERS[:4], "change"]), most=4, state=NO_STATE, optional=NEVER))
 def test_random_programs_with_state(plan):
     check_float(plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(WORDS, most=2), recipe=st.sampled_from(list(RECIPES)), use=st.sampled_from(list(USES)))
 def test_random_programs_with_state_in_containers(plan, recipe, use):
     check(plan, RECIPES[recipe], MIN_SQNR_DB.get(recipe, 12.0), use)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", range(len(CHANGES)), ids=list(CHANGES))
 def test_every_change_of_a_clone_is_right(change):
     """Of the whole clone or of a part: these are ordinary PyTorch, so a refusal is a failure, too."""
@@ -97,6 +100,7 @@ def test_every_change_of_a_clone_is_right(change):
     assert check_float(plan) == "right"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fresh", range(len(FRESH)), ids=list(FRESH))
 def test_every_fresh_tensor_is_fresh_at_each_call(fresh):
     for kind, change in (("change", list(CHANGES).index("add_")), ("loop", fresh % 2)):
@@ -105,6 +109,7 @@ def test_every_fresh_tensor_is_fresh_at_each_call(fresh):
         assert check_float(plan) == "right"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("view", range(len(VIEWS)), ids=list(VIEWS))
 def test_every_part_of_a_fresh_tensor_can_be_changed(view):
     plan = ProgramPlan((Statement("linear"), Statement("change", (0, 1), (0, view, 3, 0)), Statement("linear")))
@@ -118,6 +123,7 @@ def test_a_part_with_elements_that_share_memory_is_right_or_refused(view):
         check_float(ProgramPlan((Statement("linear"), Statement("change", (0, 1), options), Statement("linear"))))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("first", range(len(RESHAPES)), ids=list(RESHAPES))
 def test_a_tensor_that_is_given_another_shape_in_place_is_right(first):
     for distance in range(1 + first % 2, 3):  # the slow test below draws all pairs
@@ -126,6 +132,7 @@ def test_a_tensor_that_is_given_another_shape_in_place_is_right(first):
         assert check_float(plan) == "right"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", STATES)
 def test_every_kind_of_state_is_refused_or_right_in_a_leaf(kind):
     plan = ProgramPlan((Statement("linear"), Statement(kind), Statement("linear")))

@@ -46,6 +46,7 @@ def test_values_of_the_page_are_those_of_its_text():
         assert abs(cell.value) in numbers, cell
 
 
+@pytest.mark.slow
 def test_a_run_is_appended_with_machine_versions_and_date(tmp_path):
     path = tmp_path / "history.jsonl"
     history.append(path, "bench.kernels", [("add", "ratio", 1.5, "times"), ("add", "time", math.inf, "us")])

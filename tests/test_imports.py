@@ -154,6 +154,7 @@ def ours(module):
     return within(module, "fxq")
 
 
+@pytest.mark.slow
 def test_the_walk_sees_what_is_there():
     assert {"fxq.api", "fxq.ops.layers", "fxq.passes.fuse", "fxq.patterns.fusions.conv", "fxq.backends.x86.x86"} <= set(
         MODULES
@@ -310,6 +311,7 @@ def test_every_pass_is_in_a_file_of_its_name():
         assert type(step).__module__ == f"fxq.passes.{step.name.replace('-', '_')}"
 
 
+@pytest.mark.slow
 def test_importing_fxq_calls_nothing_deprecated():
     done = in_new_python(
         "import warnings; warnings.simplefilter('error', DeprecationWarning); import fxq.public", cwd="/"

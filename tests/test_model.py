@@ -51,6 +51,7 @@ def twice(model):
 COPIES = [deepcopied, pickled, saved, twice, filed]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_computes_the_same(qmodel, copied):
     second = copied(qmodel)
@@ -59,6 +60,7 @@ def test_a_copy_computes_the_same(qmodel, copied):
     assert not second.training
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_keeps_what_is_known(qmodel, copied):
     second = copied(qmodel)
@@ -89,6 +91,7 @@ def doubled(model, args, output):
     return 2 * output
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", [deepcopied, pickled, saved, twice])
 def test_a_copy_has_the_hooks(qmodel, copied):
     own = copy.deepcopy(qmodel)
@@ -98,6 +101,7 @@ def test_a_copy_has_the_hooks(qmodel, copied):
     assert not qmodel._forward_hooks
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", [copy.copy, *COPIES])
 def test_a_copy_has_what_the_user_has_set(qmodel, copied):
     own = copy.deepcopy(qmodel)
@@ -131,6 +135,7 @@ def test_modules_of_the_user_are_copied_and_no_file_holds_them(qmodel):
     assert torch.equal(reloaded(X), own(X)) and not hasattr(reloaded, "head") and not hasattr(reloaded, "notes")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_after_it_was_traced(copied):
     """torch.fx leaves its constants in what it traces."""
@@ -256,6 +261,7 @@ def bfloat16():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["auto", "fbgemm", "reference"])
 def test_the_default_device_and_dtype_do_not_matter(backend, bfloat16):
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def close(model, *inputs, at_least=25.0, recipe=None):
 # ---- values that an op which only moves data makes itself
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [3.7, -2.0])
 @pytest.mark.parametrize("before", [torch.relu, torch.sigmoid])
 def test_padding_with_a_value_outside_the_range(value, before):
@@ -70,6 +71,7 @@ def test_padding_with_infinity_for_a_convolution_is_refused():
         fxq.quantize(model, data=[images()])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bounds", [(3, 4), (-4, -1), (0.5, -0.5)])
 def test_clamp_to_an_interval_without_zero(bounds):
     """The clamp took the scale of its input, whose range may end before the interval begins: 0.7 dB."""
@@ -145,6 +147,7 @@ def test_inputs_that_cannot_be_cut_into_samples(forward, shape):
     close(module(forward, a=nn.Linear(8, 8), w=torch.randn(8, 8)), torch.randn(shape))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_inputs(count):
     """Kernels were verified on the first of them alone, and that failed."""
@@ -156,6 +159,7 @@ def test_any_number_of_inputs(count):
 # ---- numbers of a layer
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("inputs", "outputs", "groups"), [(8, 8, 4), (4, 6, 2), (4, 4, 4)])
 def test_groups_of_a_transposed_convolution_share_scales(inputs, outputs, groups):
     """Its weight is (inputs, outputs / groups, ...): the bias has more channels than there are scales."""
@@ -213,6 +217,7 @@ def test_a_leaf_that_cannot_be_copied_stays_shared():
     close(nn.Sequential(conv(), Locked(), conv(8, 4)), images(), recipe=recipe)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [12, 160])
 def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
     """PReLU came out in bfloat16, and the buffer of a long conversion in float64: both were an error."""
@@ -231,6 +236,7 @@ def test_the_quantized_model_under_autocast_and_another_default_dtype(size):
 # ---- changes in place
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("view", [lambda h: h[:, 0], lambda h: h.flatten(1), lambda h: h.mT, lambda h: h])
 def test_a_read_is_not_moved_after_a_change_through_a_view(view):
     """The unit of b and relu was placed at the relu, after the fill: -23 dB."""
@@ -321,6 +327,7 @@ def test_fixed_arguments_survive_saving(tmp_path):
 # ---- weights that are not finite
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_statistics_of_a_batch_norm_that_are_not_finite(name, bad):

@@ -40,6 +40,7 @@ FIRST = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("first", FIRST)
 def test_whatever_is_imported_first(first):
     kinds = "import fxq; print(*(type(value).__name__ for value in (fxq.doctor, fxq.cost_cache, fxq.backends)))"

@@ -127,7 +127,7 @@ def sequences():
     return torch.randn(8, 20, 16), mask
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [-1e4, -100.0, -math.inf, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("fill", FILLS)
@@ -177,7 +177,7 @@ def test_a_residual_that_is_filled_leaves_the_layer_on_integers():
 PADS = [(-1.0, 1, 2), (-1.0, 2, 2), (-20.0, 3, 2), (-20.0, 3, 3), (-20.0, 1, 3), (-math.inf, 1, 3), (100.0, 1, 2)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("value", "width", "kernel"), PADS)
@@ -223,6 +223,7 @@ MASKED_BY_INPUTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("apply", MASKED_BY_INPUTS.values(), ids=MASKED_BY_INPUTS)
 def test_a_mask_that_is_an_input_and_pushes_values_far_away(apply):
     """The rows that it leaves alone are right; where it does nothing, they are read on integers."""

@@ -52,6 +52,7 @@ def test_a_grid_covers_all_that_is_put_together(observer):
     assert sqnr(model(data[0]), fxq.quantize(model, recipe, data=data)(data[0])) > 30
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "together",

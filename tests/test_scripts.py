@@ -274,6 +274,7 @@ def test_networks_fit_the_published_checkpoints(networks, name):
         assert model(torch.rand(1, 3, side, side)).shape == (1, outputs)
 
 
+@pytest.mark.slow
 def test_realistic_settles_every_batch_norm(networks):
     """Without it a random network's activations fade; with it the running statistics are those of the data."""
     torch.manual_seed(0)

@@ -110,6 +110,7 @@ AGREE = 40 if BITS == 8 else 25
 ENGINES = ["reference", own.Engine, pytest.param("x86", marks=needs_x86)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
     """Each output has a grid of its own; one is also read in float, by who calls the model."""
@@ -130,6 +131,7 @@ def test_a_fusion_of_several_outputs_runs_on_integers(forked, backend):
     assert min(row.sqnr for row in fxq.compare(model, qmodel, [x])) > decibels(30)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("stage", ["fuse", "insert-observers", "propagate", "lower"])
 def test_a_graph_with_a_unit_of_several_outputs_has_a_text(forked, backend, stage):

@@ -44,6 +44,7 @@ def test_which_of_onednns_two_variables_counts(monkeypatch, onednn, dnnl, isa):
     assert cpu.onednn_isa() == isa
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI")
 def test_vnni_without_amx():
     assert asked_under("AVX512_CORE_VNNI")[1] == "False"

@@ -74,7 +74,7 @@ def net(name, quantized_nets):
     return copy.deepcopy(q), x, model
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_are_what_the_reference_says(name, network):
     """verify-lowering compares each region; this test compares the outputs of the model."""
@@ -95,6 +95,7 @@ def test_one_region_runs_all(net):
     assert sqnr(model(x), q(x)) > 25
 
 
+@pytest.mark.one_in(3)
 def test_other_sizes(net):
     q, _, model = net
     for shape in ((1, 3, 16, 16), (7, 3, 16, 16), (2, 3, 32, 8), (4, 3, 16, 16)):
@@ -103,6 +104,7 @@ def test_other_sizes(net):
         assert [t.shape for t in q(x)] == [t.shape for t in model(x)]
 
 
+@pytest.mark.one_in(3)
 def test_only_the_last_few_sizes_are_kept(net):
     q, _, _ = net
     (kernel,) = kernels(q)
@@ -116,6 +118,7 @@ def test_only_the_last_few_sizes_are_kept(net):
     assert len(kernel._derived.values_by_size) == kernel.max_cached_sizes
 
 
+@pytest.mark.one_in(3)
 def test_a_linear_layer_that_reads_a_vector(name):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(16, 8)
     with quiet():
@@ -145,6 +148,7 @@ def test_a_batch_of_no_samples(name):
     assert q(torch.empty(0, 3, 8, 8)).shape == (0, 2, 4, 4)
 
 
+@pytest.mark.one_in(3)
 def test_images_channels_last(name):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     x = torch.randn(2, 3, 12, 12)
@@ -179,6 +183,7 @@ def test_copies_and_pickles(net, tmp_path):
     assert not equal(q(x), want)  # the state dict shares its memory
 
 
+@pytest.mark.slow
 def test_state_dict_of_another_model(net, name):
     q, x, model = net
     other_qmodel = fxq.quantize(model, recipe(name), data=[x])
@@ -210,6 +215,7 @@ def test_threads(net):
     assert not wrong
 
 
+@pytest.mark.one_in(3)
 def test_what_it_cannot_run_stays_in_torch(name):
     class Odd(nn.Module):
         def __init__(self):
@@ -227,6 +233,7 @@ def test_what_it_cannot_run_stays_in_torch(name):
     assert sqnr(model(x), q(x)) > 20
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "preset"),
     [
@@ -249,6 +256,7 @@ def test_without_the_package(name, package, monkeypatch):
         fxq.quantize(nn.Linear(4, 4).eval(), recipe(name), data=[torch.randn(2, 4)])
 
 
+@pytest.mark.slow
 def test_prices_come_from_the_engines_own_profiler(name):
     class Deep(nn.Module):
         def __init__(self):
@@ -268,6 +276,7 @@ def test_prices_come_from_the_engines_own_profiler(name):
     assert len(convs) == 3 and all(entry.float_us > 0 and entry.int8_us > 0 for entry in convs)
 
 
+@pytest.mark.one_in(3)
 def test_text_form(net):
     q, x, _ = net
     text = fxq.extend.write_graph(q)

@@ -64,6 +64,7 @@ class Joined(nn.Module):
         return self.head(torch.cat([torch.relu(self.a(x)), self.b(x)], 1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_layers_of_every_region(name):
     x = torch.randn(2, 3, 20, 20)
@@ -86,6 +87,7 @@ def test_layers_of_every_region(name):
     assert sum(layer.us for layer in again) > sum(layer.us for layer in before)  # 13 times the pixels
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_an_engine_does_not_say_is_not_known(name, monkeypatch):
     def fails(model, inputs, **options):

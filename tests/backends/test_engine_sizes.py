@@ -47,6 +47,7 @@ class Heads(nn.Module):
         return (y, torch.asinh(y).reshape(y.size(0), -1)) if self.leaf else y
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("leaf", [False, True])
 def test_sizes_that_are_read_off_values_are_inside(name, leaf):
     torch.manual_seed(0)
@@ -74,6 +75,7 @@ class Ones(Request):
         pass
 
 
+@pytest.mark.one_in(2)
 def test_a_region_with_sizes_that_is_wrong_is_put_back(name, monkeypatch):
     monkeypatch.setattr(backend_type(name).kernel, "compiled", lambda model, threads, **options: Ones)
     torch.manual_seed(0)
@@ -84,7 +86,7 @@ def test_a_region_with_sizes_that_is_wrong_is_put_back(name, monkeypatch):
     assert q(torch.randn(3, 5, 16)).shape == (3, 5, 16)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 @pytest.mark.parametrize("options", [{"size": (5, 9)}, {"scale_factor": 1.5}], ids=["size", "factor"])
 def test_images_channels_last_that_change_their_size(name, mode, options):

@@ -49,6 +49,7 @@ def install(tmp_path, monkeypatch):
     return add
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_backend(install, tmp_path):
     module = install("acme-one", "acme_one")
     recipe = fxq.Recipe.static(backend="acme_one", optimize="coverage")
@@ -136,6 +137,7 @@ def test_a_backend_that_fails_breaks_nothing_else(install, monkeypatch, method):
         by_name.get_backend("acme_six")
 
 
+@pytest.mark.slow
 def test_a_name_of_fxq_is_refused(install):
     install("acme-four", "reference", CODE.format(name="reference"))
     assert by_name.backend_type("reference").__module__ == "fxq.backends.reference"

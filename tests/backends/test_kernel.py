@@ -146,7 +146,7 @@ def test_image(name, shape):
         bound_as_run(kernel, x)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("shape", [*IMAGES, (1, 64, 40, 40)], ids=str)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_tensors(name, shape):
@@ -168,6 +168,7 @@ def test_two_tensors_that_broadcast(name, others):
         bound_as_run(kernel, activations(*others), x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gate", [(1, 64, 1, 1), (2, 64, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", ["mul", "x86 mul"])
 def test_a_large_product_with_a_gate(name, gate):

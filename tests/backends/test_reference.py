@@ -14,6 +14,7 @@ from tests.support.models import NETWORKS, batch, build
 pytestmark = pytest.mark.any_cpu
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_lowering_leaves_the_graph_as_it_is(name):
     manager = until(build(name), batch(name), "lower", REFERENCE)

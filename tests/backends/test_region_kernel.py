@@ -86,7 +86,7 @@ def test_an_engine_computes_what_the_qdq_graph_does(net):
         assert equal(copied(x), right) and equal(copied(x), right)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_run_in_regions(name):
     model, x = build(name), batch(name)
@@ -123,6 +123,7 @@ def test_the_ledger_has_every_op_of_a_region_with_its_own_decision(net):
     }
 
 
+@pytest.mark.slow
 def test_reports_pictures_and_comparisons(net, tmp_path):
     qmodel, (model, x) = quantized(net), net
     page = qmodel.report(tmp_path / "r.html").read_text(encoding="utf-8")
@@ -152,6 +153,7 @@ def test_what_is_built_of_a_region_is_built_again_and_never_copied(net, monkeypa
     assert equal(qmodel(x), before)
 
 
+@pytest.mark.slow
 def test_on_another_machine_a_region_runs_in_qdq_form_where_it_is_wrong(net, monkeypatch):
     qmodel, x = quantized(net), net[1]
     right, data = qmodel(x), pickle.dumps(qmodel)
@@ -274,6 +276,7 @@ class EvenEngine(own.PricedEngine):
         return fxq.extend.Prices({node: fxq.extend.Cost(self.float_us, 1.0) for node in prices.ops}, 0.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("float_us", "timed"), [(10.0, []), (1.5, [2])])
 def test_equal_and_clearly_slower_choices_are_not_timed(net, monkeypatch, float_us, timed):
     """The choice by prices is all on integers. All in float is timed against it only if it is not twice as slow."""
@@ -321,6 +324,7 @@ class Sum(nn.Module):
         return self.b(y) + y
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimize", ["speed", "coverage"])
 def test_an_engine_prices_what_is_left_of_opened_units(monkeypatch, optimize):
     monkeypatch.setattr("fxq.cost.cache.measure", None)
@@ -353,6 +357,7 @@ def wrong(results):
     return (first, *rest) if rest else first
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -394,6 +399,7 @@ def inside(change):
     return build
 
 
+@pytest.mark.slow
 def test_rounding_on_the_way_is_no_error(net, monkeypatch):
     """Some values inside of the region are rounded to the other side of a tie, and later values differ by it."""
     monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"scale": grid["scale"] * (1 - 3e-5)}))

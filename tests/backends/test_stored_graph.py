@@ -46,6 +46,7 @@ def stages(model, inputs, recipe):
             yield step.name, manager
 
 
+@pytest.mark.slow
 @needs_x86
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=plans(12))
@@ -60,6 +61,7 @@ def test_random_networks_at_every_stage(plan):
             assert "holds Inf" in str(error)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["residual", "shapes", "several_inputs", "dict_output", "upscaler"])
 def test_networks_at_every_stage(name):
     assert name in NETWORKS
@@ -70,6 +72,7 @@ def test_networks_at_every_stage(name):
 NEXT = {"fold-batch-norm": Fuse(), "choose-grids": InsertQdq(), "insert-qdq": Propagate(), "verify-lowering": Cleanup()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "upscaler"])
 def test_a_pass_makes_the_same_of_the_graph_that_was_read(name):
     tried = set()

@@ -71,6 +71,7 @@ SIZE = st.integers(1, 6) | st.integers(0, 40) | st.none()
 SIZES = st.lists(SIZE, max_size=30) | st.builds(lambda size, count: [size] * count, SIZE, st.integers(0, 40))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=45)
 @given(st.lists(SIZES, min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_the_samples_of_all_shares_are_those_of_one_process(shares, divisible, few):

@@ -18,6 +18,7 @@ from tests.support.processes import die, dying, killed, on_ranks
 pytestmark = pytest.mark.any_cpu
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "moving_average"])
 def test_killed_at_a_batch_and_resumed(tmp_path, observer):
     path, batches = tmp_path / "c.safetensors", data()
@@ -31,10 +32,10 @@ def test_killed_at_a_batch_and_resumed(tmp_path, observer):
 
 def test_killed_at_any_moment_and_resumed(tmp_path):
     """Also while the file is being written."""
-    path, batches = tmp_path / "c.safetensors", data(400, 1)
+    path, batches = tmp_path / "c.safetensors", data(200, 1)
     want = whole(batches)
     observed = prepared()
-    for _ in range(8):
+    for _ in range(3):
         killed(
             lambda: [fxq.calibrate(observed, batches, checkpoint=path, every=0), time.sleep(60)],
             seconds=0.1 + float(torch.rand(())) * 0.3,
@@ -51,6 +52,7 @@ def test_what_was_seen_is_not_shown_again(tmp_path):
     assert len(calls) == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [0, 1e9])
 def test_a_file_is_written_every_so_often(tmp_path, every):
     path, batches = tmp_path / "c.safetensors", data(5)
@@ -86,6 +88,7 @@ def test_quantize_goes_on_too(tmp_path):
         assert same(dict(qmodel.state_dict()), dict(want.state_dict())) and qmodel.code == want.code
 
 
+@pytest.mark.slow
 def test_a_recipe_that_calibrates_nothing_goes_on_too(tmp_path):
     """Also if it was killed after the last batch, before the file was complete."""
     path, batches = tmp_path / "c.safetensors", data(40, 2)
@@ -106,6 +109,7 @@ def test_after_an_error_the_same_model_goes_on(tmp_path):
     assert same(seen(fxq.calibrate(observed, batches, checkpoint=path)), whole(batches))
 
 
+@pytest.mark.slow
 def test_ranks_that_were_killed_go_on_each_from_its_own_file(tmp_path):
     path, batches = tmp_path / "c.safetensors", data()
 
@@ -121,6 +125,7 @@ def test_ranks_that_were_killed_go_on_each_from_its_own_file(tmp_path):
     assert same(results, [whole(batches)] * 2)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_share_is_refused(tmp_path):
     path, batches = tmp_path / "c.safetensors", data()
     on_ranks(2, tmp_path / "two", lambda rank: calibrated(path, batches[rank::2]) and None)

@@ -57,6 +57,7 @@ def test_a_group_of_some_ranks(tmp_path):
     assert (first[1], second[1]) == ([1], [2])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [

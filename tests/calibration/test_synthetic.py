@@ -41,6 +41,7 @@ def distance(model, batch):
     return float(torch.stack(distances).mean())
 
 
+@pytest.mark.slow
 def test_the_statistics_are_matched():
     model = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -85,6 +86,7 @@ def test_ranges_come_close_to_those_of_real_data():
     assert sqnr["synthetic"] > sqnr["real"] - 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
 def test_values_of_images_stay_within_the_bounds():
     low, high = -3.0, 5.0

@@ -110,7 +110,7 @@ def test_files_that_end_within_their_header(size, tmp_path):
         GgufFile(path)
 
 
-@settings(max_examples=135, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(
     kind=st.sampled_from([*WITH_ZERO_POINTS, *WITH_OFFSETS]),
     changes=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), max_size=4),

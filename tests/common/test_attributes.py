@@ -96,6 +96,7 @@ def models():
 COPIES = [lambda q: q, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", COPIES)
 def test_plain_data_is_handed_on(models, copied):
     model, qmodel = models[0], copied(models[1])
@@ -154,6 +155,7 @@ def test_what_the_float_model_did_not_have(models, name):
         getattr(models[1], name)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("copied", COPIES)
 def test_device_and_dtype(backend, copied):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
@@ -222,6 +222,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=20)
 @given(values)
 def test_any_nesting_comes_back(value):
     structure, leaves = apart(value)

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,7 @@ class Tagger(nn.Module):
         return self.head(self.attention(y, y, y)[0])
 
 
+@pytest.mark.slow
 def test_a_model_whose_calls_another_thread_records_gives_the_same_graph():
     """Recording hooks were taken for the user's: layers stayed in float, or the model was refused."""
     torch.manual_seed(0)

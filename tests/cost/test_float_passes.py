@@ -29,6 +29,7 @@ def network():
     return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks).eval()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("batches", "most"), [(1, 8.5), (8, 3.0)])
 def test_passes_over_the_data(monkeypatch, batches, most):
     """One batch of 8: model, trace, calibration, end comparison once each, an integer pass at most twice, parts of a

@@ -71,6 +71,7 @@ def test_shapes_inside_a_unit_are_its_own():
     assert [work.macs for work in convs] == pytest.approx([16 * 4 * 64 / 1e6, 16 * 16 / 1e6, 16 * 4 / 1e6])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("layer", "x", "kind"),
     [

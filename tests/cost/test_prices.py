@@ -23,6 +23,7 @@ from tests.support.models import NETWORKS, batch, build
 pytestmark = pytest.mark.any_cpu
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_regions_are_those_of_what_runs_on_integers(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm

@@ -44,6 +44,7 @@ class Results(Costs):
         return self.rounds[key][0]
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_unit_runs_both_ways(name, monkeypatch):
     """As a kernel on integers and as float ops: results of the same shape, each region measured once."""

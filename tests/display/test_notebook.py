@@ -161,6 +161,7 @@ def test_without_dot_they_show_their_text_and_say_why(no_dot):
         assert "svg" not in page.tags and "Install it" in page.text and wanted in page.text
 
 
+@pytest.mark.slow
 def test_a_huge_graph_is_not_drawn(monkeypatch):
     def dot(picture, form):
         raise AssertionError("this would take minutes")

@@ -103,6 +103,7 @@ def ground(look):
 # ---- where there are colours, and where not
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("shown", PRINTED, ids=lambda shown: type(shown).__name__)
 def test_plain_into_a_pipe_and_in_colour_in_a_terminal(terminal, shown):
     terminal(is_terminal=False)
@@ -253,7 +254,7 @@ def test_linear_in_the_rows(terminal):
         return steps(lambda: str(ledger))
 
     work(10)
-    assert work(200) < 2.3 * work(100)
+    assert work(80) < 2.3 * work(40)
 
 
 # ---- names are data
@@ -308,6 +309,7 @@ def test_what_is_printed_of_a_real_model(terminal):
     assert any("█" in row for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_in_a_real_terminal(monkeypatch):
     """A process whose stdout is a pseudo-terminal of 64 characters."""

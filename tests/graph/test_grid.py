@@ -99,6 +99,7 @@ def grids(gm):
     return [(node.scale, node.zero_point) for node in view(gm) if node.kind != "constant"]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", NETS)
 def test_a_graph_without_metadata_lowers_and_renders_the_same(net, backend):
@@ -108,6 +109,7 @@ def test_a_graph_without_metadata_lowers_and_renders_the_same(net, backend):
     assert grids(forgotten) == grids(original) and len(set(grids(original))) > 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("net", NETS)
 def test_the_grids_of_every_stage_are_read_from_the_graph(net):
     model, x = (make() for make in NETS[net])
@@ -118,6 +120,7 @@ def test_the_grids_of_every_stage_are_read_from_the_graph(net):
         assert grids(gm) == before
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("net", NETS)
 def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, recwarn):
@@ -129,7 +132,7 @@ def test_a_scale_that_a_pass_changes_is_the_scale_of_the_model(net, backend, rec
     assert not equal(call(edited, x), call(original, x))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("after", ["annotate", "share-qparams", "insert-observers", "insert-qdq", "fallback"])
 @pytest.mark.parametrize("net", NETS)

@@ -13,6 +13,7 @@ from tests.support.helpers import REFERENCE
 from tests.support.models import NETWORKS, batch, build, call
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_graph_comes_back_out_of_a_pickle(name):
     gm = graph(build(name), batch(name), "insert-observers", REFERENCE)

@@ -70,6 +70,7 @@ def test_edits_of_the_graph_do_not_reach_a_region():
     assert torch.equal(run_region(gm, region, values)[0].value, before)
 
 
+@pytest.mark.slow
 def test_a_region_leaves_nothing_to_the_collector():
     gm = qdq("residual")
     node = first_conv(gm).node

@@ -29,6 +29,7 @@ def numbers(name, gm, region):
     return {node: run.env[node] for node in region.inputs if info(node).shape is None}
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_region_computes_what_its_graph_does(name):
     gm = until(build(name), batch(name), "propagate", REFERENCE).gm

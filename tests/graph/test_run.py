@@ -101,6 +101,7 @@ def test_types_of_pointwise_ops_are_those_on_the_meta_device(op, dtype):
     assert infer(node) == wanted
 
 
+@pytest.mark.slow
 def test_types_of_pointwise_ops_need_no_sympy():
     """Kernels of PyTorch for the meta device import it, which takes seconds."""
     code = """

@@ -148,6 +148,7 @@ CAPTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("rule", "forward", "captures"), CAPTURES.values(), ids=CAPTURES)
 def test_a_unit_keeps_what_its_rule_captured(rule, forward, captures):
     """Captures keep the order of the rule in copies, pickles and text, which compute the same values."""

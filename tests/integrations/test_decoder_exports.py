@@ -43,7 +43,7 @@ def continued(path, ids, count):
     return torch.from_numpy(texts), torch.from_numpy(first)
 
 
-@pytest.mark.parametrize("form", [None, "matmulnbits"])
+@pytest.mark.parametrize("form", [pytest.param(None, marks=pytest.mark.slow), "matmulnbits"])
 def test_a_cache_that_grows(decoder, tmp_path, form):
     path = tmp_path / "decoder.onnx"
     program = decoder.programs.programs["decoder"]

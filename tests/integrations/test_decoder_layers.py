@@ -30,7 +30,7 @@ def test_layers_that_the_recipe_names_are_parts():
     assert torch.equal(generated(model).sequences[:, :9], generated(q).sequences[:, :9])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [LATER.override("*", fxq.FLOAT), LATER], ids=["float", "int8"])
 @pytest.mark.filterwarnings("ignore:nothing runs on integers")
 def test_a_layer_by_itself_runs_prompt_and_tokens(recipe):

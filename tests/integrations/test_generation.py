@@ -76,7 +76,7 @@ WAYS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_generate(llama, way):
     """Seeded, so that the sequences of the two are equal where their logits are."""
@@ -148,6 +148,7 @@ def test_results_that_no_graph_has_are_refused(llama):
         qmodel(attention_mask=MASK)
 
 
+@pytest.mark.slow
 def test_further_results_are_traced_when_asked_for(tracing):
     """Hidden states, attention, embeddings in place of tokens, the loss: each kind of call gets a program."""
     model, qmodel = tracing

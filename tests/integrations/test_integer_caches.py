@@ -30,6 +30,7 @@ def states(cache):
     return [state for layer in cache.layers for state in (layer.keys, layer.values)]
 
 
+@pytest.mark.one_in(2)
 def test_generation_follows_the_float_model(models):
     model, qmodel = models
     got, want = generated(qmodel), generated(model)
@@ -72,10 +73,10 @@ def test_the_cache_is_not_copied_for_each_token():
         qmodel = fxq.quantize(generator("Llama", num_hidden_layers=1, max_position_embeddings=1024), recipe)
         cache, copied, memory = transformers.DynamicCache(config=qmodel.config), 0, None
         with torch.no_grad():
-            for i in range(200):
+            for i in range(64):
                 cache = qmodel(IDS[:1, i % 7 : i % 7 + 1], past_key_values=cache).past_key_values
                 (keys, _) = states(cache)
                 stored = keys.integers if isinstance(keys, QuantizedRows) else keys
                 copied += stored.shape[2] if stored.untyped_storage().data_ptr() != memory else 0
                 memory = stored.untyped_storage().data_ptr()
-        assert copied < 4 * 200
+        assert copied < 4 * 64

@@ -63,7 +63,7 @@ def ledgers(model):
     return [str(program.ledger) for program in programs.programs.values()] if programs else [str(model.ledger)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("bits", [4, 8, 3, 6])
 def test_a_folder_of_transformers_is_quantized_as_the_model_in_memory(bits, tmp_path):
     model = llama(tied=bits == 8)
@@ -80,6 +80,7 @@ def test_a_folder_of_transformers_is_quantized_as_the_model_in_memory(bits, tmp_
     )  # kernels have some small tensors
 
 
+@pytest.mark.slow
 def test_weights_of_16_bits_are_quantized_from_float32(tmp_path):
     llama().bfloat16().save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
@@ -87,6 +88,7 @@ def test_weights_of_16_bits_are_quantized_from_float32(tmp_path):
     assert torch.equal(logits(read), logits(usual))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_of_ones_own_reads_its_weights(bits, tmp_path):
     model, shell = own_model(tmp_path), shell_of()

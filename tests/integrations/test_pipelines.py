@@ -74,7 +74,7 @@ def check_pipeline(caplog, task, model, inputs, recipe=ALL_FLOAT, least=80, **op
     return qmodel
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind"),
     [
@@ -90,6 +90,7 @@ def test_encoders(caplog, tokenizer, task, kind):
     assert list(qmodel.programs.programs) == ["encoder"]
 
 
+@pytest.mark.slow
 def test_integer_weights_keep_the_labels(caplog, tokenizer):
     model = bert("BertForSequenceClassification", num_labels=3)
     check_pipeline(caplog, "text-classification", model, TEXTS, INT8, 30, tokenizer=tokenizer, call={"top_k": None})
@@ -101,6 +102,7 @@ def test_text_generation(caplog, tokenizer):
     check_pipeline(caplog, "text-generation", model, TEXTS, tokenizer=tokenizer, batch_size=3, call=options)
 
 
+@pytest.mark.slow
 def test_images(caplog):
     torch.manual_seed(0)
     config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=3)
@@ -158,6 +160,7 @@ def test_a_model_without_an_example_is_refused():
         fxq.quantize(model, INT8)
 
 
+@pytest.mark.slow
 def test_speech_recognition_with_whisper(caplog):
     """The pipeline passes a mask of the sound, which Whisper takes and does not read."""
     model = generator("Whisper", encoder_layers=1, decoder_layers=1)

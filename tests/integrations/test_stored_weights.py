@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.any_cpu, pytest.mark.filterwarnings("ignore::fxq.FxqWarning")]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["gptq", "compressed-tensors"])
 def test_an_exported_checkpoint_computes_the_same(format, tmp_path):
     qmodel = fxq.quantize(llama(), fxq.Recipe.weight_only(bits=4, per=32))

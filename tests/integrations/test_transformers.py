@@ -45,8 +45,7 @@ def steps(model, inputs, **options):
     return model.generate(**inputs, max_new_tokens=32, **options)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("family", "attention"), cases(FAST))
+@pytest.mark.parametrize(("family", "attention"), cases(FAST[2:]))
 def test_a_graph_in_float_generates_what_the_model_does(family, attention):
     """Prompt with padding, 32 tokens with a cache, and beam search."""
     model, inputs = generator(family, attention), prompt(family)
@@ -99,6 +98,7 @@ def test_other_tokens_need_a_margin_under_the_noise():
     )
 
 
+@pytest.mark.slow
 def test_images_in_the_prompt_have_a_program():
     """A program for each number of images, which beam search multiplies by the number of beams."""
     model, call = vision_language(layers=1)
@@ -123,6 +123,7 @@ def llama():
     return model, fxq.quantize(model, INT8)
 
 
+@pytest.mark.slow
 def test_every_way_to_generate_works(llama):
     model, _ = llama
     qmodel = fxq.quantize(model, ALL_FLOAT)
@@ -188,6 +189,7 @@ def test_copies_generate_the_same(llama, way):
     assert torch.equal(generated(again, length=5).sequences, generated(qmodel, length=5).sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_are_quantized(dtype):
     model = generator("Llama", num_hidden_layers=1).to(dtype)
@@ -233,6 +235,7 @@ def test_images_of_16_bits_are_those_of_the_model():
         assert sqnr(want, encoder(pixel_values=pixels).last_hidden_state) > 30
 
 
+@pytest.mark.slow
 def test_the_model_and_its_library_are_unchanged():
     from transformers.cache_utils import DynamicLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -253,6 +256,7 @@ def test_activations_are_calibrated_on_calls_of_the_model():
         assert sqnr(model(data[1]["input_ids"]).logits, qmodel(data[1]["input_ids"]).logits) > 12
 
 
+@pytest.mark.slow
 def test_data_is_read_as_far_as_it_is_needed(tmp_path):
     model, data = generator("Llama", num_hidden_layers=1), itertools.cycle([{"input_ids": IDS}])
     fxq.quantize(model, INT8, data=data)
@@ -260,7 +264,7 @@ def test_data_is_read_as_far_as_it_is_needed(tmp_path):
         fxq.quantize(model, INT8, data=data, checkpoint=tmp_path / "c")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_bits_leave_the_head_eight_and_use_data(tied):
     """The bits of the head, and what gptq wins on sequences that it has not seen."""
@@ -297,6 +301,7 @@ def test_overrides_select_in_the_encoder_or_the_decoder():
         fxq.quantize(model, recipe.override("encoder.block.7", fxq.FLOAT))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_eight_bits_have_scales_per_block_and_an_override_wins(tied):
     model = generator("Llama", num_hidden_layers=1, hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)

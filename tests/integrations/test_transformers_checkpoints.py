@@ -71,6 +71,7 @@ def test_compressed_tensors(weight, affine, tmp_path):
     same(logits(loaded.eval()), logits(qmodel), 2e-6)  # sums in another order
 
 
+@pytest.mark.slow
 def test_layers_with_grids_of_their_own(tmp_path):
     """Several groups of layers; a float layer and the head are ignored by loaders."""
     recipe = fxq.Recipe.weight_only(bits=4, per=32).override("**.up_proj", fxq.FLOAT)
@@ -87,6 +88,7 @@ def test_layers_with_grids_of_their_own(tmp_path):
         qmodel.export(tmp_path / "gptq", format="gptq")
 
 
+@pytest.mark.slow
 def test_what_no_checkpoint_holds(affine, tmp_path):
     with pytest.raises(InputError, match=r"'gptqq'.*model.programs.export"):
         affine.export(tmp_path / "a", format="gptqq")

@@ -39,6 +39,7 @@ def folder(llama, tmp_path_factory):
     return path
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["fxq.load", "AutoModelForCausalLM", "LlamaForCausalLM"])
 def test_a_saved_decoder_generates_the_same(llama, folder, way, tmp_path):
     model, qmodel = llama
@@ -55,6 +56,7 @@ def test_a_saved_decoder_generates_the_same(llama, folder, way, tmp_path):
     assert not hasattr(model.config, "quantization_config")
 
 
+@pytest.mark.slow
 def test_a_saved_encoder_decoder_generates_the_same(tmp_path):
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
@@ -65,6 +67,7 @@ def test_a_saved_encoder_decoder_generates_the_same(tmp_path):
         assert type(again) is type(qmodel) and torch.equal(generated(again), generated(qmodel))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_from_pretrained_quantizes(llama, tmp_path, dtype):
     model = transformers.LlamaForCausalLM(llama[0].config).to(dtype).eval()
@@ -79,6 +82,7 @@ def test_from_pretrained_quantizes(llama, tmp_path, dtype):
     assert torch.equal(generated(fxq.load(tmp_path / "again")), generated(got))
 
 
+@pytest.mark.slow
 def test_from_pretrained_quantizes_an_encoder(tmp_path):
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**SIZES)).eval()

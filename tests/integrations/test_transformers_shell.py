@@ -31,7 +31,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name == "T5" else []) for name in MODELS]
+)
 def pair(request):
     """Float model, quantized model, and the name of a model inside."""
     make, inner = MODELS[request.param]
@@ -87,6 +89,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_weights_and_layers_are_refused(pair, change):
     qmodel = copy.deepcopy(pair[1])

@@ -13,6 +13,7 @@ from tests.support.machine import X86, needs_x86
 from tests.support.models import NETWORKS, batch, build
 
 
+@pytest.mark.one_in(2)
 def test_one_entry_per_op(ledger):
     assert [(e.path, e.op, e.precision) for e in ledger] == [
         ("stem", "conv2d", "int8"),
@@ -43,6 +44,7 @@ def test_where_everything_went(ledger):
     assert by_name["erf"].source.rpartition(":")[0].endswith("support/ledgers.py")
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_entry_is_consistent(name, recipe):
@@ -61,15 +63,16 @@ def test_every_entry_is_consistent(name, recipe):
 
 
 @needs_x86
-def test_int8_means_a_kernel():
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_int8_means_a_kernel(name):
     """On a backend with kernels, an op that computes between a dequantize and a quantize runs in float."""
-    for name in NETWORKS:
-        qmodel = fxq.quantize(build(name), X86, data=[batch(name)])
-        nodes = {n.name: n for n in qmodel.graph.nodes}
-        for entry in qmodel.ledger.where(precision=("int8", "moves")):
-            node = nodes[entry.into]
-            kernel = node.op == "call_module" and "fxq_kernels" in node.target
-            assert kernel or not node.meta["fxq"].dtype.is_floating_point, (name, entry)
+    qmodel = fxq.quantize(build(name), X86, data=[batch(name)])
+    nodes = {n.name: n for n in qmodel.graph.nodes}
+    for entry in qmodel.ledger.where(precision=("int8", "moves")):
+        node = nodes[entry.into]
+        kernel = node.op == "call_module" and "fxq_kernels" in node.target
+        assert kernel or not node.meta["fxq"].dtype.is_floating_point, entry
 
 
 @needs_x86

@@ -40,6 +40,7 @@ def quantized(backend):
     return fxq.quantize(layers(), recipe, data=samples())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["reference", "x86", "jit"])
 def test_the_counts_are_those_of_numpy(backend):
     qmodel, data = quantized(backend), samples(1.5)
@@ -86,6 +87,7 @@ def test_the_grids_of_parts():
     assert table[0].share > 0.1 and all(row.values for row in table)
 
 
+@pytest.mark.slow
 def test_the_grids_of_programs():
     calls = [EXAMPLE, {**EXAMPLE, "with_cache": True}]
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
@@ -99,6 +101,7 @@ def test_the_grids_of_programs():
     assert far["cache"].keys.shape == (2, 6, 16)  # the call changes its cache, as any call
 
 
+@pytest.mark.slow
 def test_calls_of_other_threads_do_not_count():
     model, data = layers(), [torch.randn(16, 8) for _ in range(4)]
     qmodel = fxq.quantize(model, fxq.Recipe.static(backend="reference"), data=data)

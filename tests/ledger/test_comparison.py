@@ -115,6 +115,7 @@ def test_rows_are_what_hooks_on_the_float_model_see(qmodel):
     assert comparison.batches == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     model = net()
@@ -128,7 +129,7 @@ def test_batches_one_by_one_and_all_at_once_are_the_same(recipe):
     assert apart.output_sqnr == pytest.approx(together.output_sqnr, abs=1e-4)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_network_beside_its_float_model(name, recipe):
@@ -188,6 +189,7 @@ def test_two_recipes(qmodel):
     assert comparison.models == (qmodel, coarse_qmodel)
 
 
+@pytest.mark.slow
 @needs_x86
 def test_two_backends_agree_to_the_last_step():
     data = batches()
@@ -204,6 +206,7 @@ def test_a_model_agrees_with_itself_and_with_its_copies(qmodel):
         assert comparison.output_sqnr == math.inf
 
 
+@pytest.mark.slow
 def test_models_that_were_made_on_different_lines():
     """It is one model wherever it was quantized."""
     torch.manual_seed(0)
@@ -249,6 +252,7 @@ def test_a_module_with_state_that_cannot_be_copied_is_refused():
         fxq.quantize(model, REFERENCE.leaf("1"), data=batches())
 
 
+@pytest.mark.slow
 def test_a_module_with_state_is_left_as_it_is_on_both_sides():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), Counting(), nn.Linear(8, 5)).eval()
@@ -272,6 +276,7 @@ def test_state_goes_on_from_batch_to_batch_on_each_side_alone():
     assert fxq.compare(qmodel, qmodel, data).worst.sqnr == math.inf
 
 
+@pytest.mark.slow
 def test_a_loaded_model_beside_the_float_model(qmodel):
     want = fxq.compare(net(), qmodel, batches())
     assert fxq.compare(net(), pickle.loads(pickle.dumps(qmodel)), batches()).entries == want.entries
@@ -307,6 +312,7 @@ def test_no_batch_is_kept(qmodel):
     assert most <= 2
 
 
+@pytest.mark.slow
 def test_an_exported_program():
     x = batches(1)[0]
     program = torch.export.export(net(), (x,))

@@ -26,6 +26,7 @@ X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 # ---- distributions
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=300))
 def test_the_counts_are_those_of_equal_bins(values):
     exact = np.array(values, dtype=np.float64)

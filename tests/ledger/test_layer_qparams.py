@@ -90,6 +90,7 @@ def test_the_integers_alone_compute_the_layer(case):
     assert (got - want).abs().max() <= 3 * step
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8),
     st.floats(2.0**-20, 1.0, width=32),
@@ -260,6 +261,7 @@ def test_a_dynamic_scale_leaves_the_bias_in_float():
     assert layer.float_bias_reason == "the scale of its input is computed at run time"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_dynamic_model(backend):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
@@ -427,6 +429,7 @@ def test_an_lstm_has_both_biases_and_its_gates():
     assert layer.float_bias_reason and set(layer.to_dict()) >= {"bias_ih", "bias_hh", "weight_hh_scale"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["reference", "x86", "fbgemm"])
 def test_a_smoothed_layer_says_what_its_input_is_multiplied_by(backend):
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ def changed(model, recipe, data, entry):
     return next(e for e in ledger if e.name == entry.name)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_line_changes_its_op(name, recipe):
@@ -40,6 +41,7 @@ def test_every_line_changes_its_op(name, recipe):
         ), entry
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("selector", ["stem", "block", "block.*", "*", fxq.by_op("relu"), nn.Linear])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lines_that_undo_an_override(recipe, selector):
@@ -108,6 +110,7 @@ def test_what_is_not_worth_it_says_so(monkeypatch):
         assert changed(net(), X86, X, entry).precision == "int8"
 
 
+@pytest.mark.one_in(2)
 def test_a_copy_keeps_the_numbers(ledger):
     qmodel = fxq.quantize(net(), REFERENCE, data=[X])
     for duplicate in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
@@ -115,6 +118,7 @@ def test_a_copy_keeps_the_numbers(ledger):
     assert pickle.loads(pickle.dumps(ledger)) == ledger
 
 
+@pytest.mark.slow
 def test_the_float_model_is_let_go():
     import gc
     import weakref

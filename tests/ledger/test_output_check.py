@@ -147,6 +147,7 @@ def test_random_numbers_are_the_same_in_both():
     assert silent(model, REFERENCE, [X]).output_sqnr > 25
 
 
+@pytest.mark.slow
 def test_a_large_network_is_compared_on_fewer_samples(monkeypatch):
     sizes = []
 

@@ -58,6 +58,7 @@ def on_samples(model, quantized, data, together):
     return sqnr(real, got)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("make", "better"), [(exact_weights, "weights"), (exact_activations, "activations")])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_auto_keeps_the_better_one_and_says_so(make, better, corrected):
@@ -114,6 +115,7 @@ def test_nothing_is_tried_where_nothing_overflows(monkeypatch):
         assert fxq.quantize(model, X86, data=data).ledger.reduced_range is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("role", ["activations", "weights"])
 def test_bits_that_an_override_asks_for_are_kept(role):
     model, data = exact_weights()
@@ -134,6 +136,7 @@ class Depthwise(nn.Module):
         return self.c(self.b(self.a(x).relu()).relu())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not cpu.has_exact_depthwise(), reason="oneDNN adds a depthwise convolution's products in int16")
 @pytest.mark.parametrize("role", ["activations", "weights"])
 def test_a_depthwise_convolution_keeps_8_bits(role, monkeypatch):

@@ -72,6 +72,7 @@ def rows_of_steps(self, x):
 OF_SIZES = (count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("error::fxq.FxqWarning", "ignore:.*ONNX Runtime with default options does not compute")
 @pytest.mark.parametrize("forward", [identity, steps, fractions, grid])
 def test_tensors_of_numbers(forward, tmp_path):
@@ -90,6 +91,7 @@ def test_what_follows_from_sizes_is_folded_where_these_are_fixed(forward, tmp_pa
     assert not [w for w in recwarn if "sizes only" in str(w.message)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize(
     "forward", [count_of_a_shape, computed_shape, shape_in_tensors, rows_of_identity, rows_of_steps]

@@ -24,7 +24,7 @@ from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_ope
 pytestmark = pytest.mark.any_cpu
 
 
-@settings(max_examples=68, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(
     scale=st.floats(2**-10, 8, width=32),
     zero=st.integers(0, 255),

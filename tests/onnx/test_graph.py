@@ -103,7 +103,7 @@ def quantized(name: str, recipe: fxq.Recipe = REFERENCE):
     return gm, x
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", QDQ)
 def test_a_qdq_graph(name):
     """With a bias in float, ONNX Runtime gives each value that torch gives; one in int32 moves a few by a step."""
@@ -131,6 +131,7 @@ def test_every_op_in_a_qdq_graph(case):
     assert not SUMS_ARE_RIGHT or sqnr(wanted, run_openvino(written.model, [x])[0]) > 30
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "activation",
     [
@@ -148,6 +149,7 @@ def test_other_grids(name, activation):
     same(run_onnxruntime(written.model, [x])[0], gm(x).detach(), rtol=1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["residual", "squeeze_excite", "upscaler", "attention"])
 def test_floats_leaves_out_the_conversions_of_activations(name):
     gm, x = quantized(name)
@@ -163,6 +165,7 @@ def test_floats_leaves_out_the_conversions_of_activations(name):
     same(run_onnxruntime(written.model, [x])[0], gm(x).detach(), rtol=5e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["residual", "prelu_chain", "max_pool"])
 def test_images_may_be_taken_with_their_channels_last(name):
     gm, x = quantized(name)

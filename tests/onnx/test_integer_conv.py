@@ -22,6 +22,7 @@ def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("layer", "x"),
     [

@@ -45,6 +45,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1,), ()], ids=str)
 @pytest.mark.parametrize(("spec", "size", "parts", "block"), GRIDS, ids=str)
 def test_products_with_every_grid(spec, size, parts, block, shape):

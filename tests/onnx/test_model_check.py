@@ -51,6 +51,7 @@ def other_zero_point(node, constants):
     constants[node.input[2]].raw_data = bytes([constants[node.input[2]].raw_data[0] ^ 8])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "change"), [("Conv", other_weight), ("Conv", other_padding), ("QuantizeLinear", other_zero_point)]
 )
@@ -80,6 +81,7 @@ def test_a_range_of_zeros_has_any_scale():
     assert any(d.name.endswith("_scale") for d in differences) and all(d.is_rounding for d in differences)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(2, 1, 16), (3, 1, 1, 16), (1, 1, 16)])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_rows_along_one_axis_are_what_a_default_session_computes_too(shape, dynamic):

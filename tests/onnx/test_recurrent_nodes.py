@@ -38,6 +38,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @in_both(CALLS)
 def test_an_engine_gives_what_torch_gives(call, engine):
     call.check(engine, rtol=2e-6)
@@ -86,6 +87,7 @@ def integer_lstm(states=False, bias=True, axis=None, steps=255, **options):
     return fx.GraphModule(root, graph)
 
 
+@pytest.mark.one_in(3)
 @needs_vnni
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def same(model, x):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", KEEPS)
 def test_along_axes(name, keep):

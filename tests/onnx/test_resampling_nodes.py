@@ -68,7 +68,7 @@ CALLS = [
 LACKING = {"openvino-grid_sample-(1,2,3,4,5)": "OpenVINO samples images only"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(24)
 @in_both(CALLS, LACKING)
 def test_an_engine_gives_what_torch_gives(call, engine):
     call.check(engine, rtol=5e-6)

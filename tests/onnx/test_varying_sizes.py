@@ -31,8 +31,9 @@ FORMS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 50), t=st.integers(1, 50))
 def test_what_is_computed_of_sizes(form, n, t):
     model, _ = computed(form)

@@ -60,7 +60,7 @@ def written(qmodel, x, dynamic=True, **options):
     return gm, inputs, write_model(gm, inputs_for(gm.graph, inputs), dynamic, **options)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_presets(name, preset):
@@ -84,6 +84,7 @@ def initializers(model):
     return {types.Name(tensor.data_type): tensor for tensor in model.graph.initializer}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("preset", "kind"), [("weights", "INT8"), ("four bits", "UINT4"), ("float16", "FLOAT16")])
 def test_weights_stay_as_small_as_they_are(preset, kind):
     model, x = MODELS["text"]
@@ -135,6 +136,7 @@ def test_an_input_that_is_not_read_stays():
     assert [v.name for v in exported.model.graph.input] == ["x", "unread"]
 
 
+@pytest.mark.slow
 def test_sizes_of_images_may_vary():
     model, x = MODELS["upscaler"]
     gm, _, exported = written(fxq.quantize(model, REFERENCE, data=[x]), x, {"x": {2: "height", 3: "width"}})
@@ -144,6 +146,7 @@ def test_sizes_of_images_may_vary():
     assert got.shape == wanted.shape and sqnr(wanted, got) > 35
 
 
+@pytest.mark.slow
 def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
     x, x_other = normal(2, 3, 24, 24), normal(3, 3, 31, 19)
@@ -153,6 +156,7 @@ def test_sizes_may_vary_where_layers_take_all_that_are_large_enough():
     assert got.shape == (3, 8, 1, 1) and sqnr(gm(x_other), got) > 35
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_sizes_of_rows_with_dynamic_ranges_may_vary(symmetric):
     spec = fxq.TensorSpec(per="row", range="dynamic", symmetric=symmetric)
@@ -180,6 +184,7 @@ def test_a_size_that_the_model_needs_is_no_size_that_varies():
     written(qmodel, normal(3, 4), False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dynamic", "reason"),
     [

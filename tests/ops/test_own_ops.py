@@ -32,6 +32,7 @@ class Net(nn.Module):
         return self.second(self.swap(torch.ops.fxq_tests.bump.default(self.first(x))))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_an_op_of_the_user_s_library_runs_on_integers_under_its_name(backend):
     model = settled(Net)

@@ -28,7 +28,7 @@ def call(kind, x, tensors, **options):
 SIZES = st.integers(1, 5)
 
 
-@settings(max_examples=27, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(KINDS)), SIZES, SIZES, SIZES, SIZES, st.booleans(), st.booleans(), st.integers(0, 3))
 def test_is_the_module(kind, steps, samples, inputs, hidden, bias, states, proj):
     options = {"proj_size": proj} if kind == "lstm" and proj < hidden else {}

@@ -131,7 +131,15 @@ FIRST = [same[0] for same in groups().values()]
 """The first case of each group; the others have the same canonical graph, so the same numbers."""
 
 
-@pytest.mark.parametrize("case", FIRST, ids=str)
+def one_of_each_op():
+    """Of the groups of an op, all but the first are slow."""
+    seen_ops = set()
+    for case in FIRST:
+        yield pytest.param(case, id=str(case), marks=pytest.mark.slow if case.op in seen_ops else [])
+        seen_ops.add(case.op)
+
+
+@pytest.mark.parametrize("case", one_of_each_op())
 def test_reference_backend_is_close_to_float_and_x86_to_it(case):
     """Kernels of x86 give the results of their qdq graph and of the reference backend."""
     model, x, got = reference(case, 8)

@@ -313,6 +313,7 @@ MAX_FILES_NAMING = {"silu": 10, "hardswish": 10, "prelu": 10, "gelu": 18, "relu6
 The reader of ONNX calls PyTorch's functions, which have these names."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "most"), MAX_FILES_NAMING.items())
 def test_an_op_is_named_in_few_files(name, most):
     root, word = Path(__file__).parents[2], re.compile(rf"\b{name}\b")

@@ -232,6 +232,7 @@ def test_without_data():
         fxq.quantize(model, recipe, example_inputs=torch.rand(2, 4))
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("preset", ["static", "dynamic", "weight_only"])
 def test_of_presets(preset, bits):
@@ -264,6 +265,7 @@ def test_as_many_samples_are_recorded_as_it_wants():
     assert len(seen) == 40 + 26  # the last one is looked at and not used
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("step", [fxq.passes.AdaRound(), fxq.passes.Gptq()])
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_layer_whose_input_is_the_same_for_all_samples(step, value):

@@ -60,6 +60,7 @@ def run(reference, compared, ends, data, **options):
     return values
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_both_sides_are_what_the_models_compute(recipe):
     model = built(Residual)
@@ -76,6 +77,7 @@ def test_both_sides_are_what_the_models_compute(recipe):
     assert all(own is None for _, _, own in values.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_a_node_does_alone_starts_from_the_reference(recipe):
     """The head on the float mean, rounded once: what the kernels before it did wrong does not count."""
@@ -91,6 +93,7 @@ def test_what_a_node_does_alone_starts_from_the_reference(recipe):
     assert not torch.equal(values["head"][2][0], values["head"][1][0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_first_node_inherits_nothing(recipe):
     values = run(*programs(built(Residual), recipe, X)[:3], X, own=True)
@@ -98,7 +101,7 @@ def test_the_first_node_inherits_nothing(recipe):
     assert torch.equal(got[0], own[0])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_looking_alone_changes_no_other_value(name, recipe):
@@ -236,6 +239,7 @@ def test_a_module_with_state_runs_once_for_each_side():
     assert all(entry.sqnr > 30 for entry in qmodel.ledger)  # dB
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_that_make_no_error(recipe):
     """With none corrected it is the quantized model's output, with all but the last what that one does alone."""

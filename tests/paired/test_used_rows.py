@@ -242,6 +242,7 @@ class Written(Pooled):
 WRITTEN = [Pooled, *(lambda mask=mask: Written(mask) for mask in MASKS.values()), lambda: Written(MASKS["-inf"], True)]
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("samples", [4, 20])
 @pytest.mark.parametrize("make", WRITTEN, ids=["module", *MASKS, "folded heads"])
 def test_what_pads_a_text_is_not_compared(make, samples):

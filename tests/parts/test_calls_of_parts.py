@@ -67,6 +67,7 @@ def tensors_of(graph):
     return [*graph.parameters(), *graph.buffers()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [EXACT, COVERAGE], ids=["exact", "kernels"])
 def test_the_graphs_of_a_part_share_their_weights(recipe, tmp_path):
     model = Ways().eval()
@@ -141,6 +142,7 @@ class SometimesBranches(nn.Module):
         return self.inner(x, branch=True) if float(x.mean()) > 1 else self.inner(x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [1, 5])
 def test_calls_that_cannot_be_traced_run_in_float(at, tmp_path):
     model, high = SometimesBranches().eval(), DATA[0] + 5
@@ -229,6 +231,7 @@ def test_variables_of_the_code_around_parts_are_restored():
     assert CALLS == [0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept", ["list", "attribute", "count", "buffer", "set outside"])
 def test_a_module_with_state_is_divided(kept):
     model = ReadsState(kept).eval()

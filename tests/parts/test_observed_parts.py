@@ -58,6 +58,7 @@ def test_steps_give_what_quantize_gives(name):
         pickle.dumps(observed)
 
 
+@pytest.mark.slow
 def test_conversion_with_other_recipes():
     model, data = model_and_data("detector")
     observed = fxq.prepare(model, EXACT, example_inputs=data[0], observe_all=True)
@@ -90,6 +91,7 @@ class Stop(Exception):
     """Interruption of a calibration."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_calibration_continues(tmp_path):
     model, data = model_and_data("detector", 5)
     path = tmp_path / "c.safetensors"

@@ -1,6 +1,7 @@
 """Models whose forward cannot be traced as a whole: which parts are chosen, what they compute, and what is reported."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -30,14 +31,25 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def quantized(name, recipe=EXACT, batches=3):
-    model, data = model_and_data(name, batches)
+def quantized(name, recipe=EXACT):
+    """The float model, the quantized model, its data and the warning; of `EXACT`, a copy of what is made once."""
+    return copy.deepcopy(quantized_once(name)) if recipe is EXACT else quantized_with(name, recipe)
+
+
+@functools.cache
+def quantized_once(name):
+    return quantized_with(name, EXACT)
+
+
+def quantized_with(name, recipe):
+    model, data = model_and_data(name, 3)
     with pytest.warns(FxqWarning, match="is quantized in") as heard:
         q = fxq.quantize(model, recipe, data=data)
     assert len([w for w in heard if issubclass(w.category, FxqWarning)]) == 1
     return model, q, data, str(heard[0].message)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [EXACT, pytest.param(COVERAGE, marks=pytest.mark.slow)], ids=["exact", "kernels"])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_is_of_its_own_class_and_on_integers(name, recipe, tmp_path):
@@ -170,6 +182,7 @@ def test_leaves_stay_float():
     assert [e.path for e in q.ledger.where(kind="leaf", op="Linear")] == ["layers.2.2"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("preset", ["dynamic", "weight_only"])
 def test_recipes_that_need_no_data(preset):
     with pytest.warns(FxqWarning, match="parts"):
@@ -318,6 +331,7 @@ def test_compare_and_reports(tmp_path):
         fxq.compare(LoopOnData().eval(), q, data)
 
 
+@pytest.mark.slow
 def test_sensitivity_and_search():
     model, data = model_and_data("loop on data", 2)
     ranked = fxq.sensitivity(model, EXACT, data)
@@ -409,6 +423,7 @@ def bytes_of(q):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in graphs}.values())
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recipe", [EXACT, fxq.Recipe.weight_only(backend="reference")], ids=["static", "weight_only"])
 @pytest.mark.parametrize("kind", ["weight", "layer", "part"])
 def test_weights_that_parts_share_are_stored_once(kind, recipe, tmp_path):

@@ -40,6 +40,7 @@ def quantized(between, signed=False, backend=WITH_8_BITS):
     return model, fxq.quantize(model, fxq.Recipe.stored(backend=backend), example_inputs=x), x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("between", [lambda x: x, lambda x: x.flip(1), torch.relu])
 @pytest.mark.parametrize("signed", [False, True])
 def test_what_reads_dequantized_values_runs_on_integers(between, signed):

@@ -86,6 +86,7 @@ def test_sizes_that_come_from_shapes_or_from_inputs_leave_layers_on_integers():
     assert {e.path: e.precision for e in entries if e.path} == {"layer": "int8", "after": "int8"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "counts_of",
     [

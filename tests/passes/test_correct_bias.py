@@ -142,6 +142,7 @@ def test_what_is_chance_is_not_corrected():
     assert errors < 0.004
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("samples", "corrected"), [(1, False), (2, False), (15, False), (16, True)])
 def test_few_samples_are_asked_whether_it_holds_for_others(samples, corrected):
     """Weights and inputs of mean 0 leave no mean error: what is fitted is chance."""
@@ -162,6 +163,7 @@ def test_a_state_dict_fits_whatever_was_learnt_of_the_data():
     assert torch.equal(made_up(fresh), calibrated(fresh))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batches", [1, 4])
 def test_few_samples_are_enough_where_the_error_is_the_same_in_all(batches):
     model, fresh = network(), torch.rand(8, 3, 16, 16)
@@ -170,6 +172,7 @@ def test_few_samples_are_enough_where_the_error_is_the_same_in_all(batches):
     assert sqnr(model(fresh), corrected(fresh)) > sqnr(model(fresh), plain(fresh)) + 6  # dB
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_transposed_convolutions_with_groups(dims, groups):
@@ -195,6 +198,7 @@ def test_transposed_convolutions_with_groups(dims, groups):
     assert sqnr(model(x), quantized(x)) > sqnr(model(x), fxq.quantize(model, PLAIN, data=[x])(x))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
@@ -215,6 +219,7 @@ def test_inputs_without_a_batch_axis(model, shape):
     assert quantized.output_sqnr > 30
 
 
+@pytest.mark.slow
 def test_of_values_one_batch_is_held_at_a_time(monkeypatch):
     """A deep network, and many batches, take no more memory than a shallow one and a few; no weight is kept."""
     alive, most = weakref.WeakValueDictionary(), []
@@ -248,6 +253,7 @@ def test_a_change_in_place_is_made_once_in_each():
     assert sqnr(model(data[0].clone()), quantized(data[0].clone())) > 35
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_of_few_values_are_not_made_worse(seed):
     """Rows of samples without another axis: a part has enough of them to say how far they deviate."""

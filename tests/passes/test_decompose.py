@@ -118,6 +118,7 @@ FORMS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_attention(name):
     forward, options = FORMS[name]
@@ -141,6 +142,7 @@ class Encoded(nn.Module):
         return self.encoder(self.before(x), **self.given)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU()], ids=["relu", "gelu", "silu"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
@@ -156,6 +158,7 @@ def test_encoder_with_masks(name):
     check(settled(lambda: Encoded(ENCODERS[name](), **{mask: causal, "src_key_padding_mask": padding})), data())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 def test_linears_run_on_integers_under_the_paths_of_their_layers(backend):
     model, x = settled(lambda: Encoded(ENCODERS["layers"]())), data(8, L, E)

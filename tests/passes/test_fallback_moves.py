@@ -37,6 +37,7 @@ class Flattened(nn.Module):
         return self.loses(RESHAPES[self.name](torch.erf(x)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RESHAPES)
 def test_a_reshape_between_float_ops_is_float_whatever_its_sizes_come_from(name, plant):
     plant(lambda key: 9.0 if int8(key) else 1.0)
@@ -82,6 +83,7 @@ def test_text_of_a_reshape_to_a_size_before_and_after(plant):
     """)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RESHAPES)
 def test_a_reshape_that_an_integer_layer_reads_moves_integers(name, plant):
     plant(lambda key: 0.0 if int8(key) else 1.0)

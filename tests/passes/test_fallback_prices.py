@@ -137,6 +137,7 @@ def rounds_of(price):
     return Rounds()
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("noise", [0.6, 0.8, 1.25, 1.7])
 @pytest.mark.parametrize("wins", ["int8", "float"])
 def test_noise_changes_no_decision(plant_table, monkeypatch, noise, wins):
@@ -266,7 +267,7 @@ def test_a_corrected_bias_goes_back_too(plant):
     assert equal(call(manager.gm, x), call(model, x))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_mixture_is_right(name, seed, plant):

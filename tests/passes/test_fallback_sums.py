@@ -60,7 +60,7 @@ def quantized(model, recipe, **options):
         return fxq.quantize(model, recipe.with_min_sqnr(None), **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [lambda: linear(150_000), conv], ids=["linear", "conv2d"])
 def test_static(case, backend):
@@ -72,6 +72,7 @@ def test_static(case, backend):
     torch.testing.assert_close(q(x), torch.full_like(model(x), 0.98), rtol=0, atol=near)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", MEASURING)
 def test_measured(backend):
     model, x = signs(150_000)
@@ -84,6 +85,7 @@ def test_measured(backend):
         )
 
 
+@pytest.mark.one_in(8)
 @needs_vnni
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_the_bound(backend):
@@ -96,6 +98,7 @@ def test_at_the_bound(backend):
     assert q.ledger[0].reason == "its sums can reach 2.1e+09, beyond int32 (2.1e+09)"
 
 
+@pytest.mark.one_in(4)
 @needs_vnni
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_dynamic_ranges(backend):
@@ -122,7 +125,7 @@ class FirstStates(nn.Module):
 
 
 @needs_vnni
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", MEASURING)
 def test_at_the_bound_of_recurrent_layers(backend):
     for depth, precision in ((FITS, "int8"), (FITS + 1, "float")):
@@ -147,6 +150,7 @@ def test_the_ledger_names_the_bits_that_fit(preset):
     torch.testing.assert_close(mended(data), model(data), rtol=0, atol=0.01)  # a step of 7 bits
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])
 def test_without_the_pass(backend):
     """Lowering asks, too: the layer stays in qdq form, and its neighbour runs on integers where it did before."""
@@ -186,6 +190,7 @@ def runners():
 CASES = {"linear": (lambda: linear(150_000), 0.98), "conv2d": (conv, 0.98), "measured": (lambda: signs(150_000), 1.0)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "value"), CASES.values(), ids=CASES)
 def test_files(case, value, tmp_path):
     model, data = case()
@@ -198,6 +203,7 @@ def test_files(case, value, tmp_path):
         torch.testing.assert_close(got, torch.full_like(got, value), rtol=0, atol=2e-3, msg=f"{suffix} in {runtime}")
 
 
+@pytest.mark.one_in(6)
 @needs_vnni
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("auto", "reference")])
 def test_kernels_of_edited_weights(backend, tmp_path):
@@ -225,6 +231,7 @@ def grown(backend):
     return q, x
 
 
+@pytest.mark.slow
 def test_files_of_edited_weights(tmp_path):
     """Weights that have grown since: the file has the layer in float, and says so."""
     q, x = grown("reference")
@@ -245,6 +252,7 @@ class Correlates(nn.Module):
         return (x.relu() @ y.relu().transpose(1, 2)) / x.shape[-1]
 
 
+@pytest.mark.slow
 def test_files_of_products_of_activations_without_fallback(tmp_path):
     """They have no stored weights: the file multiplied integers beyond int32, and nothing said so."""
     x, y = torch.full((1, 2, 40_000), 0.98), torch.full((1, 3, 40_000), 0.98)

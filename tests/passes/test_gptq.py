@@ -43,6 +43,7 @@ def plainly(weight, scale, zero_point, qmin, qmax, gram, cross, damping, order):
     return integers.float()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inputs", [16, 200])  # less and more than a group of columns
 @pytest.mark.parametrize("ordered", [False, True])
 def test_it_is_the_algorithm(inputs, ordered):
@@ -101,6 +102,7 @@ block=4, packed=(8,))
     assert sqnr(x @ tensors["w"].T, gm(x)) > 15  # dB; the integers before were random
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_layers_come_closer_on_other_samples_too(bits):
     torch.manual_seed(0)
@@ -179,7 +181,7 @@ class Recurrent(nn.Module):
         return self.layer(x, *states)[0]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers(kind, bidirectional):
@@ -210,6 +212,7 @@ class Summed(nn.Module):
         return (self.out(self.layer(x)[0]) * keep[..., None]).sum(1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("build", "layers"), [(Pooled, 4), (partial(Summed, "LSTM"), 3), (partial(Summed, "GRU"), 3)])
 def test_padding_does_not_count(build, layers):
     """Whatever stands in it, the integers are the same."""

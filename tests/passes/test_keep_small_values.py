@@ -203,6 +203,7 @@ class OfPowers(nn.Module):
         return self.last(torch.tanh(x[0] if isinstance(x, tuple) else x))
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -280,6 +281,7 @@ def test_a_gate_that_is_closed_lets_through_nothing_of_use():
     assert ledger.where(op="linear")[0].precision == "int8"
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("function", [F.relu, F.gelu, F.silu, F.mish, torch.sigmoid, F.elu, F.hardswish, torch.tanh])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_what_activation_functions_leave_is_not_small(preset, function):

@@ -164,6 +164,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("before", "after"), PROGRAMS.values(), ids=PROGRAMS)
 def test_text_before_and_after(before, after):
     tensors, x = drawn(before), 20 * torch.rand(2, 4, 8, 8)
@@ -199,6 +200,7 @@ def test_what_has_no_kernel_stays_in_qdq_form():
 ENGINES = ["x86", *(name for name in ("fbgemm", "qnnpack") if packed.has_engine(name))]
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize(
     ("layer", "inputs"),

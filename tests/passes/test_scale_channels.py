@@ -55,6 +55,7 @@ def float_graph(model, recipe=FOUR_BITS, **options):
     return gm, [edit for edit in rewriter.edits if edit.rule == "scale_channels"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize(("rounding", "gain"), [("gptq", 1), ("nearest", 3)])
 def test_the_output_error_becomes_smaller(norm, rounding, gain):
@@ -71,6 +72,7 @@ def test_the_output_error_becomes_smaller(norm, rounding, gain):
     assert min(entry.sqnr for entry in after.ledger) > 20  # dB; scaled values are compared with scaled ones
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 def test_the_float_graph_stays_and_its_weights_hold_the_factors(norm):
     torch.manual_seed(0)

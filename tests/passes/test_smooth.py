@@ -76,6 +76,7 @@ def test_the_factors_are_those_of_the_paper():
     torch.testing.assert_close(gm.fxq_data.w_smoothed_int8, (real / scale).round().to(torch.int8))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("step", "written"),
     [
@@ -138,6 +139,7 @@ def peaks():
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_layer_that_measures_its_tokens(backend):
     model, data, fresh = peaks(), tokens(16), tokens(17)[16][:, 1:]
@@ -151,6 +153,7 @@ def test_a_layer_that_measures_its_tokens(backend):
     assert per_row.qparams()["down"].weight.dtype == torch.int8
 
 
+@pytest.mark.slow
 def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
     if why := unavailable("openvino"):
         pytest.skip(why)
@@ -173,6 +176,7 @@ def block():
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_block_of_a_transformer(backend):
     model, data = block(), [torch.randn(4, 16, 32) for _ in range(8)]
@@ -195,7 +199,7 @@ def test_the_gain_of_a_layer():
     assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 10  # dB
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 3), min_size=0, max_size=2),
     inputs=st.integers(2, 12),
@@ -213,6 +217,7 @@ def test_it_is_never_worse(shape, inputs, outputs, zeros):
         assert sqnr(model(x), smooth(x)) >= sqnr(model(x), plain(x)) - 1.0  # dB; tokens count alike, here they do not
 
 
+@pytest.mark.slow
 def test_what_is_large_in_one_half_of_the_samples_alone_decides_nothing():
     """Ranges of one half do not hold the values of the other: what fits the first alone is not done."""
     torch.manual_seed(0)
@@ -266,6 +271,7 @@ def test_dynamic_inputs_that_it_leaves_alone(step):
     assert program(gm) == program(fxq.extend.read_graph(DYNAMIC, fxq.extend.graph_tensors(gm)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("per", ["row", "tensor"])
 def test_a_block_with_a_dynamic_recipe(backend, per):
@@ -287,6 +293,7 @@ def test_a_layer_that_goes_back_to_float_has_its_weight_and_input_again():
     assert sqnr(model(x), half(x)) > 30
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("empty", [None, 0, 1])
 def test_channels_that_nothing_reads_and_batches_without_samples(empty):
     """A channel with weights of zero is free to become as small as it likes."""
@@ -318,6 +325,7 @@ def test_a_unit_of_which_a_layer_that_measures_runs_the_first_op_alone():
     assert sqnr(model(x[:, 1:]), qmodel(x[:, 1:])) > 30  # dB
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("signed", [True, False])
 def test_affine_weights_get_their_new_zero_points(signed):
     torch.manual_seed(0)
@@ -333,6 +341,7 @@ def test_affine_weights_get_their_new_zero_points(signed):
     assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 3  # dB
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e5])
 def test_a_channel_that_no_sample_had_is_divided_like_the_others(preset, size):
@@ -351,6 +360,7 @@ def test_a_channel_that_no_sample_had_is_divided_like_the_others(preset, size):
     assert sqnr(model(fresh), smooth(fresh)) > sqnr(model(fresh), plain(fresh)) + 4  # dB
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("first", [torch.zeros(0, 32, 16), torch.randn(1, 2, 16), torch.randn(1, 99, 16)], ids=len)
 def test_the_first_batch_does_not_decide_how_many_tokens_there_are(preset, first):

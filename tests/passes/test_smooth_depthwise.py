@@ -49,6 +49,7 @@ def weights(gm: fx.GraphModule):
     return [(constant(gm, n.args[0]), constant(gm, n.kwargs["scale"])) for n in dequantized]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.Identity(), nn.LeakyReLU(0.1)])
 def test_the_layer_before_takes_the_factors(act):
     """Integers and grids stay; what the scales of one layer are divided by, those of the other are multiplied by."""
@@ -63,6 +64,7 @@ def test_the_layer_before_takes_the_factors(act):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "gains"), [(16, True), (1, False)])
 def test_one_batch_is_divided_into_halves(size, gains):
     """A single value of each channel says nothing of its range."""
@@ -72,6 +74,7 @@ def test_one_batch_is_divided_into_halves(size, gains):
     assert sqnr(want, with_pass(data[0])) > sqnr(want, without(data[0])) + (10 if gains else -0.01)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_computed_in_float_is_multiplied():
     layers = uneven()
     model = module(
@@ -93,6 +96,7 @@ def test_an_input_that_is_computed_in_float_is_multiplied():
     assert factors.shape == (8,) and bool((factors[:-1] > factors[1:]).all())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_accuracy(dims):
     model, (fresh,) = uneven(dims=dims), pictures(1, seed=1, dims=dims)
@@ -119,6 +123,7 @@ def with_two_readers():
     return module(forward, first=layers[0], last=layers[2])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("make", "step"),
     [
@@ -151,6 +156,7 @@ def test_without_samples_nothing_changes():
     assert not fxq.quantize(uneven(), recipe, example_inputs=pictures(1)[0]).history["smooth-depthwise"].edits
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["x86", "openvino", "jit"])
 def test_kernels(backend):
     model, (fresh,) = uneven(), pictures(1, seed=1)

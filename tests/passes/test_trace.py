@@ -55,6 +55,7 @@ def test_a_plain_sequential_has_no_line_of_its_own():
         graph(nn.Sequential(nn.Linear(4, 4)).eval(), torch.rand(2, 5), "trace")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_traced_model_is_the_model(name):
     model, inputs = build(name), batch(name)

@@ -24,6 +24,7 @@ from tests.support.machine import X86, decibels, needs_x86, quiet, told
 from tests.support.models import NETWORKS, batch, build, call
 
 
+@pytest.mark.one_in(8)
 @needs_x86
 @pytest.mark.parametrize("name", NETWORKS)
 def test_right_kernels_stay(name):
@@ -61,6 +62,7 @@ def not_a_number(y):
     return y * float("nan") if y.dtype == torch.float32 else y + 2
 
 
+@pytest.mark.one_in(4)
 @needs_x86
 @pytest.mark.parametrize(
     ("change", "why"),
@@ -137,6 +139,7 @@ def test_values_near_the_end_of_float32_are_blamed_on_the_data(monkeypatch):
     assert sqnr(call(model, x * 2e38), call(quantized, x * 2e38)) > 30
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize(
     ("change", "why"),
@@ -209,6 +212,7 @@ def test_ties_are_no_error():
     assert "cpu.prelu_quantize" in kinds(quantized)
 
 
+@pytest.mark.one_in(3)
 @needs_x86
 @pytest.mark.parametrize(
     ("kernel", "name", "recipe"),
@@ -312,7 +316,7 @@ class Blocks(nn.Module):
 def test_verification_takes_time_in_proportion_to_the_graph():
     """Memory that a residual may share is listed once, not for each residual."""
     calls = []
-    for blocks in (10, 20):
+    for blocks in (5, 10):
         manager = until(Blocks(blocks).eval(), torch.rand(1, 2, 4, 4), "lower", X86)
         assert len(manager.context.regions) == 4 * blocks + 1
         calls.append(steps(lambda manager=manager: again(manager, VerifyLowering())))

@@ -60,6 +60,7 @@ MINMAX = fxq.TensorSpec(observer="minmax")
 BACKENDS = ["x86", *(name for name in ("fbgemm",) if packed.has_engine(name))]
 
 
+@pytest.mark.one_in(8)
 @needs_x86
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "batches"), CANCELLING_TERMS)
@@ -76,6 +77,7 @@ def test_what_is_left_of_large_terms_is_as_inexact_as_they_are(model, batches, b
     assert not quantized.history["verify-lowering"].edits
 
 
+@pytest.mark.one_in(3)
 @needs_x86
 @pytest.mark.parametrize("batches", [batches for model, batches in CANCELLING_TERMS if model is Wide])
 @pytest.mark.parametrize("change", [lambda y: y * 1.02, lambda y: y + y.abs().max() * 0.01, lambda y: y.roll(1, 1)])

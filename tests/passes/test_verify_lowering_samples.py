@@ -88,6 +88,7 @@ class Sizes(nn.Module):
         return self.c(self.up(torch.relu(self.b(y) + y)).flatten(2))
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize("shape", [(4, 3, 8, 8), (1, 3, 9, 5)], ids=str)
 def test_kernels_that_are_right_at_other_sizes_stay(shape):
@@ -100,6 +101,7 @@ def test_kernels_that_are_right_at_other_sizes_stay(shape):
     assert kinds(quantized).count("x86.conv") == 3
 
 
+@pytest.mark.one_in(3)
 @needs_x86
 @pytest.mark.parametrize(
     ("wrong", "where"),

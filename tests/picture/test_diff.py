@@ -106,6 +106,7 @@ def test_a_change_everywhere_is_summed_up():
     assert "50 ×" in header and "~ relu → relu6" in header
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_nodes_not_their_square():
     def seconds(length):
         before = chain(length)

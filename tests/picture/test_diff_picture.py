@@ -47,6 +47,7 @@ def test_legend_shows_only_what_is_there():
     assert "+ added" in header and "− removed" in header and "&gt; rewired" in header and "~ changed" not in header
 
 
+@pytest.mark.one_in(2)
 @needs_dot
 @pytest.mark.parametrize("ending", [".svg", ".png", ".pdf", ".dot"])
 def test_renders(tmp_path, ending):

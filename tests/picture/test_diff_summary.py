@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -143,6 +144,7 @@ def test_a_real_network_fits_a_screen():
     assert "went into" in folded.to_text()
 
 
+@pytest.mark.slow
 def test_linear_in_the_nodes():
     def work(count):
         changes = diff(pairs(count), fused(count))

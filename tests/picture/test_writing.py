@@ -10,6 +10,7 @@ from tests.support.pictures import needs_dot, network, small
 STARTS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".dot": b"digraph"}
 
 
+@pytest.mark.one_in(3)
 @needs_dot
 @pytest.mark.parametrize("ending", STARTS)
 @pytest.mark.parametrize("graph", [small(), network(14), GraphView(())], ids=["small", "network", "empty"])

@@ -72,6 +72,7 @@ def reads(forward):
 WITHOUT_LATER_STEPS = nn.Transformer.generate_square_subsequent_mask(6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "shapes", "divisible"),
     [

@@ -31,6 +31,7 @@ class Recurrent(nn.Module):
         return self.layer(x[:, None].relu())[0][:, 0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("network", ["linear", "recurrent"])
 @pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.dynamic(), fxq.Recipe.weight_only(bits=4)])
 def test_it_computes_what_the_model_does(recipe, network):

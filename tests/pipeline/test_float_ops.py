@@ -18,6 +18,7 @@ from tests.support.models import NETWORKS, batch, build, call
 pytestmark = pytest.mark.any_cpu
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_graph_that_is_kept_is_not_edited_and_computes_the_model(name):
     model, inputs = build(name), batch(name)

@@ -156,6 +156,7 @@ def test_other_weights_are_another_layer():
     assert not torch.equal(*first)
 
 
+@pytest.mark.slow
 def test_passes_run_no_layer_again():
     """correct-bias looks at 32 samples in three layers, keep-small-values only at histograms."""
     prepared, counted = observed(Residual(), images(8)), []
@@ -171,6 +172,7 @@ def test_the_budget_is_what_is_said():
     assert float_values.MAX_CACHED_BYTES == FloatValues().most == 2**28
 
 
+@pytest.mark.slow
 def test_conversion_frees_the_values():
     """Up to 256 MB stayed as long as the observed model did; and a copy of it had the same cache."""
     prepared = observed(Residual(), images())

@@ -46,11 +46,13 @@ def broken(gm, stage):
 STAGES = [Stage.TRACED, Stage.CANONICAL, Stage.FUSED, Stage.OBSERVED, Stage.QDQ, Stage.LOWERED]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_a_graph_of_its_stage_is_right(stage):
     check(at(stage), stage, "my-pass")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_lint_at_every_stage(stage):
     gm = at(stage)
@@ -137,6 +139,7 @@ def test_an_observer_that_is_left(stage):
     assert broken(gm, stage).endswith("an observer is left; run calibration and insert-qdq")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_scale_that_is_no_scale(scale):
     gm = at(Stage.QDQ)

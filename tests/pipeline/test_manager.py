@@ -150,6 +150,7 @@ class AddMethod(Pass):
         rewriter.update(linear, args=(sigmoid, *linear.args[1:]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("step", "error", "message"),
     [
@@ -170,6 +171,7 @@ def test_a_pass_that_goes_wrong_is_named_with_the_node(step, error, message):
         fxq.prepare(two_linears(), REFERENCE.insert_pass(step, after="canonicalize"), example_inputs=X[:5])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("after", ["canonicalize", "fuse", "insert-observers", "insert-qdq"])
 def test_a_graph_that_does_not_run_is_told_at_once(after):
     """The first batch, or a later pass, raised an error that did not name the wrong pass."""

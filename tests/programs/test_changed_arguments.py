@@ -63,6 +63,7 @@ class Recurrent(nn.Module):
         return self.b(y)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("source", ["example", "data", "two examples"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_the_caller_is_changed(kind, source):
@@ -263,6 +264,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
 def test_writes_of_every_kind_reach_the_caller(kind, write):

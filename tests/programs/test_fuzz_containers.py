@@ -14,6 +14,7 @@ LAYERS = Statement("linear"), Statement("linear")
 TREES = [Box([[0, {"a": 0}]]), [[0], Table(first=0)], ({"a": [0, 0]}, 0), Pair([0], 0), Named(Leafed(0, 0), 0)]
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("place", range(len(STATE_OPS)), ids=STATE_OPS)
 def test_changes_are_right_rather_than_refused(place):
     for number, tree in enumerate(TREES[place % 2 :: 2]):

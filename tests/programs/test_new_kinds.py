@@ -22,6 +22,7 @@ def growing(model, recipe=TRACE, **options):
     return fxq.quantize(model, recipe, **(options or {"example_inputs": {"prefill": CALLS["prefill"]}}))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_call_that_fits_no_program_gets_one(mode):
     """One for other sizes, where forward branches on them, and one for another input; each is traced once."""
@@ -125,6 +126,7 @@ def test_weights_that_were_fitted_to_data_are_named():
         qmodel(TOKEN)
 
 
+@pytest.mark.slow
 def test_many_programs_are_warned_of():
     class Sized(nn.Module):
         def __init__(self):

@@ -138,6 +138,7 @@ X, TOKEN, MASK = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.tensor([[1.0,
 CALLS = {"prefill": {"x": X}, "decode": {"x": TOKEN}, "masked": {"x": X, "mask": MASK}}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "recipe", [INT8, fxq.Recipe.static(), fxq.Recipe.dynamic()], ids=["weights", "static", "dynamic"]
 )
@@ -245,6 +246,7 @@ def test_a_checkpoint_is_refused(tmp_path):
         fxq.quantize(branching(), "static", example_inputs=CALLS, data=list(CALLS.values()), checkpoint=tmp_path / "c")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["copy", "pickle", "file"])
 def test_copies_and_files_compute_the_same(way, tmp_path):
     qmodel = fxq.quantize(decoder(), INT8, example_inputs={"with": {**EXAMPLE, "with_cache": True}, "without": EXAMPLE})
@@ -260,6 +262,7 @@ def test_copies_and_files_compute_the_same(way, tmp_path):
     assert again(tokens(1, 2), KeyCache(torch.zeros(1, 0, 16)), with_cache=True)[1].keys.shape == (1, 2, 16)
 
 
+@pytest.mark.slow
 def test_a_file_holds_shared_weights_once(tmp_path):
     wide = nn.Sequential(nn.Linear(8, 32768), nn.Linear(32768, 8))
     model = branching()
@@ -269,6 +272,7 @@ def test_a_file_holds_shared_weights_once(tmp_path):
     assert three.stat().st_size < 1.2 * single.stat().st_size  # further graphs and histories, no further tensors
 
 
+@pytest.mark.slow
 def test_reports_and_exports_are_named_after_programs(tmp_path):
     qmodel = fxq.quantize(branching(), INT8, example_inputs={"prefill": {"x": X}, "decode": {"x": TOKEN}})
     pages = qmodel.report(tmp_path / "report.html")
@@ -316,6 +320,7 @@ def test_lists_and_dicts_that_a_model_changes_beside_a_cache_are_changed():
     assert others[2].keys.shape == (2, 4, 4)
 
 
+@pytest.mark.slow
 def test_programs_are_compared_with_the_float_model(tmp_path):
     class Masked(nn.Module):
         def __init__(self):

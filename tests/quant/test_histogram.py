@@ -11,7 +11,7 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=20).map(torch.tensor), shift=st.integers(0, 40))
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_coarser_bins_are_exactly_the_sums_of_finer_ones(values, shift):
     exponent = histogram.exponent_for(float(values.abs().max()))
     fine = histogram.count(values, exponent)

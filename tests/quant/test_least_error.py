@@ -49,7 +49,7 @@ def test_symmetric_ranges_against_all_of_a_fine_list(power):
 
     low, high = x.amin(1), x.amax(1)
     least = error(*least_range(x, low, high, spec, power))
-    tried = torch.stack([error(f * low, f * high) for f in torch.linspace(0.15, 1, 2000)]).amin(0)
+    tried = torch.stack([error(f * low, f * high) for f in torch.linspace(0.15, 1, 600)]).amin(0)
     assert (least <= 1.05 * tried).all() and (least <= error(low, high)).all()
 
 
@@ -66,7 +66,7 @@ def test_errors_of_large_values_count_more(emphasis):
         return ((dequantize(quantize(x, qp), qp) - x).square() * counts).sum(1)
 
     ends = least_range(x, low, high, spec, 2.0, emphasis=emphasis)
-    factors = torch.linspace(0.15, 1, 80)
+    factors = torch.linspace(0.15, 1, 35)
     tried = torch.stack([error(f * low, g * high) for f in factors for g in factors]).amin(0)
     assert (error(*ends) <= 1.05 * tried + 1e-9).all()
     for factor in (2.0**-20, 2.0**20):

@@ -76,7 +76,7 @@ VALUES = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([-3.0, 0.0
 BATCHES = st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=18)
+@settings(deadline=None, max_examples=10)
 @given(BATCHES, st.integers(1, 4), st.data())
 def test_parts_of_the_data_give_what_all_of_it_does(batches, parts, data):
     """Bit for bit, in whatever way batches are dealt out, also none to some."""

@@ -166,6 +166,7 @@ def test_join_covers_both_tensors(name):
         small.join(observer_for(TensorSpec(bits=4, observer=name)))
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("x", distributions().values(), ids=distributions())
 @pytest.mark.parametrize("name", ["histogram", "mse"])
@@ -204,7 +205,7 @@ def test_percentile_is_that_of_the_values():
 
 
 @given(data=batches, bound=st.floats(0, 4))
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_share_of_small_values_is_an_upper_limit_to_a_bin(data, bound):
     """Exact zeros count neither as small nor as seen."""
     x = torch.cat([*data, torch.zeros(7)])
@@ -288,9 +289,10 @@ def test_range_may_jump(name):
 # --- the state ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 @given(data=batches, seed=st.randoms())
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_streaming_is_one_shot_in_any_order(name, data, seed):
     everything = torch.cat(data)
     shuffled = everything[torch.tensor(seed.sample(range(len(everything)), len(everything)))]
@@ -300,9 +302,10 @@ def test_streaming_is_one_shot_in_any_order(name, data, seed):
     assert streamed.qparams().same_as(observed(name, [shuffled]).qparams())
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 @given(a=batches, b=batches, c=batches)
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_merge_is_seeing_both_and_commutes_and_associates(name, a, b, c):
     def merged(*parts: Observer) -> Observer:
         first = copy.deepcopy(parts[0])
@@ -322,7 +325,7 @@ def test_merge_is_seeing_both_and_commutes_and_associates(name, a, b, c):
 
 
 @given(a=batches, b=batches, c=batches)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_moving_average_merge_commutes_and_associates(a, b, c):
     data = [[x / 1e30 for x in part] for part in (a, b, c)]
 
@@ -582,6 +585,7 @@ INCOMPATIBLE_OBSERVERS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1000))
 @pytest.mark.parametrize("seen, asked", COMPATIBLE_OBSERVERS)

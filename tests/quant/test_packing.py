@@ -29,7 +29,7 @@ def by_definition(codes, bits):
     return row
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(
     shape=st.one_of(
         st.tuples(st.integers(0, 4), st.integers(1, 300)),

@@ -48,6 +48,7 @@ def pickled_and_copied(model):
     return copy.deepcopy(pickled(model))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, pickled_and_copied, with_state_of_a_file])
 def test_copies_of_a_model_keep_the_integers_of_its_file(copied):
     own, x = layer_of_a_file(uses_all=False), torch.randn(3, 32)

@@ -57,6 +57,7 @@ def fused_recipe():
     return fxq.Recipe.static(backend="x86").with_fusions(own.linear_tanh_mul).with_extensions(own.make_linear_tanh_mul)
 
 
+@pytest.mark.one_in(2)
 @onednn
 @pytest.mark.parametrize("factor", [2.5, nn.Parameter(torch.linspace(1, 2, 8))])
 def test_a_fusion_of_the_user_s_runs_in_the_user_s_kernel(factor):
@@ -264,6 +265,7 @@ def test_a_backend_that_answers_wrong(backend, message):
 # ---- saved
 
 
+@pytest.mark.slow
 def test_a_saved_recipe_has_them_where_nothing_was_imported(tmp_path):
     recipe = REFERENCE.with_extensions(own.bump, own.swap).with_backend(own.OnlyLinear)
     recipe = recipe.with_fusions(own.linear_tanh_mul).with_extensions("tests.support.extensions:make_linear_tanh_mul")

@@ -40,7 +40,7 @@ def through_a_file(recipe, folder):
     return fxq.Recipe.load(folder / "decided.toml")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_graph_again_without_prices(name, seed, plant, monkeypatch, tmp_path):
@@ -70,6 +70,7 @@ class Mixed(nn.Module):
         return self.head(F.relu(self.b(self.act(self.a(x)))).flatten(1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("whole", [2.0, 4.0])
 def test_opposite_prices_do_not_count(whole, plant):
     def price(sign):
@@ -95,6 +96,7 @@ def test_opposite_prices_do_not_count(whole, plant):
     assert (entry.kind, entry.decided_by) == ("excluded by the recipe", "fallback")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("role", ["auto", "weights", "activations"])
 def test_the_role_with_7_bits_is_pinned(role):
     model, x = settled(Mixed), torch.rand(2, 3, 8, 8)
@@ -118,6 +120,7 @@ class Twice(nn.Module):
         return self.layer(F.avg_pool2d(self.layer(x), 2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("float_one", [0, 1])
 def test_two_calls_of_one_module_are_two_decisions(float_one, plant, monkeypatch):
     size = "[1, 4, 8, 8]" if float_one == 0 else "[1, 4, 4, 4]"

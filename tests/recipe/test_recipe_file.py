@@ -70,7 +70,7 @@ def recipes(draw):
 
 
 @given(recipes())
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_recipe_as_data_and_as_toml_and_back(recipe):
     data = recipe.to_dict()
     assert Recipe.from_dict(data) == recipe

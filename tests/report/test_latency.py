@@ -96,6 +96,7 @@ def test_a_float_model_that_is_gone_is_said(residual):
     assert "the float model was deleted" in latency.why
 
 
+@pytest.mark.slow
 def test_a_float_model_in_train_mode_is_not_run(residual):
     _, qmodel = residual
     model = build("residual").train()
@@ -104,6 +105,7 @@ def test_a_float_model_in_train_mode_is_not_run(residual):
     assert (latency.float_us, latency.why) == (None, "the float model is in train mode")
 
 
+@pytest.mark.slow
 def test_a_float_model_elsewhere_is_not_run(residual):
     model = build("residual").to("meta")
     latency = time_models(residual[1], model, Batch((batch("residual"),)))

@@ -67,7 +67,7 @@ def report(request, tmp_path_factory):
     return qmodel, write_page(report_data(qmodel), tmp_path_factory.mktemp("layout") / f"{request.param}.html")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 9])
 def test_nothing_lies_on_anything_else_after_any_pass(browser, report, depth):
     qmodel, path = report
@@ -82,6 +82,7 @@ def test_nothing_lies_on_anything_else_after_any_pass(browser, report, depth):
                 assert list(crossings(drawn)) == []
 
 
+@pytest.mark.one_in(5)
 def test_every_edge_is_drawn(browser, report):
     qmodel, path = report
     with opened(browser, path, "depth=9") as page:
@@ -156,6 +157,7 @@ def sampled(stroke, steps=8):
             yield px + s * (qx - px), y
 
 
+@pytest.mark.one_in(5)
 def test_two_graphs_side_by_side_move_together(browser, report):
     _, path = report
     with opened(browser, path, "depth=9&pass=fuse&mode=side") as page:

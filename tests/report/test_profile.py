@@ -45,6 +45,7 @@ def long(layers):
     return convolutions
 
 
+@pytest.mark.one_in(2)
 def test_a_region_has_a_row_for_each_of_its_layers(engine):
     node = region(engine)
     profiled = engine.profile()
@@ -58,6 +59,7 @@ def test_a_region_has_a_row_for_each_of_its_layers(engine):
     assert all(row.op in text for row in layers) and profiled.batch in text
 
 
+@pytest.mark.slow
 def test_other_inputs_are_timed_anew(engine):
     small, large = (sum(row.us for row in engine.profile(example_inputs=torch.randn(n, 3, 8, 8))) for n in (1, 256))
     assert large > small
@@ -68,6 +70,7 @@ def test_inputs_that_the_model_refuses(engine):
         engine.profile(example_inputs=torch.randn(4, 3, 8, 8, 2))
 
 
+@pytest.mark.one_in(2)
 def test_a_profile_leaves_the_model_as_it_is(engine):
     x = batch("residual")
     want, state = engine(x), torch.get_rng_state()
@@ -75,6 +78,7 @@ def test_a_profile_leaves_the_model_as_it_is(engine):
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(engine(x), want)
 
 
+@pytest.mark.one_in(2)
 def test_the_page_has_the_layers(engine):
     data, node = report_data(engine), region(engine)
     (record,) = [data["nodes"][i] for i in data["passes"][-1]["nodes"] if data["nodes"][i]["name"] == node.name]
@@ -103,6 +107,7 @@ TOGGLE = """name => {
 }"""
 
 
+@pytest.mark.one_in(2)
 def test_a_region_opens(engine, browser, tmp_path):
     """In the graph: into the qdq graph that it was made of, with the times of the engine's layers."""
     node = region(engine)
@@ -129,6 +134,7 @@ def test_a_region_opens(engine, browser, tmp_path):
         assert len(page.evaluate("fxq.drawn().boxes")) == 3
 
 
+@pytest.mark.slow
 def test_the_panel_of_a_region(engine, browser, tmp_path):
     """It lists the layers; one leads to its op in the qdq graph."""
     node = region(engine)

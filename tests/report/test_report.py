@@ -195,6 +195,7 @@ def test_a_copy_reports_the_same(qmodel, data, remake):
     assert {key for key in data if page_data[key] != data[key]} == {"time"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("forward", "inputs"),
     [

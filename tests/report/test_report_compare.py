@@ -65,6 +65,7 @@ def test_recipes_stand_side_by_side_and_lines_that_differ_are_marked(browser, pa
         assert 'path = "head"' in recipes.nth(1).locator("mark").all_inner_texts()[1]
 
 
+@pytest.mark.slow
 def test_a_layer_leads_to_both_graphs(browser, pair):
     comparison, path = pair
     (b,) = comparison.models[1:]

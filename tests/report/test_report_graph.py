@@ -45,6 +45,7 @@ def test_the_arrows_step_through_all_passes(browser, network, request):
         assert shown(page)["pass"] == qmodel.history.names[-2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_a_click_on_a_node_shows_its_scale(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -76,6 +77,7 @@ def test_a_float_node_says_why(browser, digits):
         assert fact(page, "reason") == entry.reason
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_the_diff_marks_what_a_pass_changed(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -106,6 +108,7 @@ def test_side_by_side_shows_the_graph_before_too(browser, digits):
         assert not before.is_visible()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("network", "module"), [("digits", "block1"), ("resnet50", "layer1.0")])
 def test_a_module_collapses_and_expands(browser, network, module, request):
     _, path = request.getfixturevalue(network)

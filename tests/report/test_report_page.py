@@ -27,6 +27,7 @@ def column(page, key):
 # ---- quality
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_quality_shows_a_mark_for_every_layer_with_an_sqnr(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -59,6 +60,7 @@ def test_the_noise_that_a_layer_adds_stands_apart(browser, digits):
         assert [h / max(heights) for h in heights] == pytest.approx([o / max(own) for o in own if o > 0], abs=0.01)
 
 
+@pytest.mark.slow
 def test_charts_follow_the_width_of_the_window(browser, digits):
     with opened(browser, digits[1], "tab=quality") as page:
         wide = chart(page, "SQNR of each layer").bounding_box()["width"]
@@ -67,6 +69,7 @@ def test_charts_follow_the_width_of_the_window(browser, digits):
         assert chart(page, "SQNR of each layer").bounding_box()["width"] < wide - 500
 
 
+@pytest.mark.slow
 def test_without_any_sqnr_the_page_says_so(browser, digits, tmp_path):
     data = report_data(digits[0])
     for row in data["ledger"]["rows"]:
@@ -77,6 +80,7 @@ def test_without_any_sqnr_the_page_says_so(browser, digits, tmp_path):
         assert page.locator('#view-ledger th[data-key="sqnr"]').count() == 0
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
     data = report_data(digits[0])
     rows = [row for row in data["ledger"]["rows"] if row["sqnr"] is not None]
@@ -93,6 +97,7 @@ def test_numbers_that_are_none_are_drawn(browser, digits, tmp_path):
 # ---- ledger
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_the_ledger_has_every_row_and_sorts_by_a_click_and_by_a_key(browser, network, request):
     qmodel, path = request.getfixturevalue(network)
@@ -146,6 +151,7 @@ def test_a_fix_can_be_copied(browser, digits):
         assert page.evaluate("fxq.state.tab") == "ledger"  # the button does not open the row
 
 
+@pytest.mark.slow
 def test_a_row_shows_its_node_by_click_and_by_key(browser, digits):
     qmodel, path = digits
     with opened(browser, path, "tab=ledger") as page:
@@ -173,6 +179,7 @@ def test_time_shows_latency_size_and_where_it_goes(browser, digits):
         assert page.evaluate("[fxq.state.tab, fxq.state.node]") == ["graph", nodes[0]]
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_not_a_number_of_times_smaller(browser, tmp_path):
     qmodel = fxq.quantize(Plain().eval(), REFERENCE, data=[torch.rand(2, 4)])
     with opened(browser, qmodel.report(tmp_path / "r.html"), "tab=time") as page:
@@ -204,6 +211,7 @@ def test_what_could_not_be_timed_says_why(browser, tmp_path):
 # ---- all of it
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_one_is_chosen(browser, digits, scheme):
     with opened(browser, digits[1], "tab=quality", color_scheme=scheme) as page:
@@ -229,6 +237,7 @@ def test_names_of_a_model_are_text_on_every_tab(browser, tmp_path):
                 assert column(page, "layer") == [EVIL, "</td><b>&amp;"]
 
 
+@pytest.mark.slow
 def test_a_thousand_ops_make_a_ledger_that_sorts_and_filters(browser, digits, tmp_path):
     data = report_data(digits[0])
     rows = [{**data["ledger"]["rows"][0], "op": ("linear", "relu")[i % 2]} for i in range(1200)]

@@ -44,6 +44,7 @@ def test_a_float_value_has_a_histogram_without_a_clip(browser, digits):
         assert "values " in text and "clipped" not in text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("network", ["digits", "resnet50"])
 def test_a_node_shows_its_error_and_the_rule_that_made_it_of_which_nodes(browser, network, request):
     qmodel, path = request.getfixturevalue(network)

@@ -45,6 +45,7 @@ def test_candidates_and_layers_stand_in_tables(browser, path, searched):
         assert f"{len(result.floats)} of {result.layers}" in tiles
 
 
+@pytest.mark.slow
 def test_every_candidate_and_timed_layer_has_a_mark(browser, path, searched):
     result, _ = searched
     with opened(browser, path, "tab=tuning") as page:
@@ -55,6 +56,7 @@ def test_every_candidate_and_timed_layer_has_a_mark(browser, path, searched):
         assert marks.count() == len(timed)
 
 
+@pytest.mark.slow
 def test_a_page_without_such_a_table_has_no_such_tab(browser, searched, one_round, tmp_path):
     result, qmodel = searched
     with opened(browser, qmodel.report(tmp_path / "plain.html")) as page:

@@ -26,6 +26,7 @@ def test_values_of_the_float_model_are_there(qmodel, data):
         assert about["outside"] == pytest.approx(seen.outside, rel=1e-2)
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_int8_layer_shows_its_weights(name):
     recipe = fxq.Recipe.static(backend="reference", optimize="coverage")

@@ -21,6 +21,7 @@ def canonical(assign):
     return text(graph(module(forward), X))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("assign", "lines"),
     [

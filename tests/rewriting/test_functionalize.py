@@ -94,6 +94,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_clone_that_is_changed(change):
     """Once the clone was removed, and the caller's input and the calibration data were overwritten."""
@@ -312,6 +313,7 @@ MADE = [masks_of_ones, several_outs, sorted_in_place, in_inference_mode, decorat
         shaped_after_a_change, one_tensor_of_two_names, copied_and_shaped, the_input]  # fmt: skip
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("forward", MADE)
 def test_what_a_forward_makes_and_changes(forward, tmp_path):
     """Once, it was a constant that drifted from call to call."""
@@ -374,6 +376,7 @@ def test_views_with_elements_that_share_memory_may_be_read():
     right(windows_that_are_read)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrong", ["another value", "an error"])
 def test_a_graph_that_differs_without_changes_in_place_is_refused(wrong, monkeypatch):
     """After a (simulated) mistake of functionalization, the module stays a leaf, and the model is right."""

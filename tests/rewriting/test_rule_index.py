@@ -208,7 +208,7 @@ class Program(torch.nn.Module):
         return tuple(values[-3:])
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(STEP, min_size=3, max_size=25), st.sampled_from([None, 2, 3]))
 def test_fusing_chooses_what_the_rules_choose_one_by_one(steps, refused):
     gm = graph(Program(steps).eval(), (X, X))

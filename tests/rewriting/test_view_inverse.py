@@ -26,6 +26,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", VIEWS)
 def test_what_is_above_a_view_gets_what_is_written_to_it(name):
     def forward(self, x):

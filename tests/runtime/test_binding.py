@@ -22,7 +22,7 @@ from tests.support.helpers import module
 # ---- the same numbers
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", models.NETWORKS)
 def test_every_call_gives_the_same(name):
     model, data = models.build(name), [models.batch(name)]
@@ -196,6 +196,7 @@ def test_a_wrong_call_stays_wrong(name):
     assert functions(qmodel) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("names", ["x, _v1", "x, _c0", "_v1, _v2", "x, _c1", "forward, __v1"])
 def test_inputs_may_have_any_names(names):
     first, second = names.split(", ")
@@ -235,6 +236,7 @@ def test_a_result_is_not_the_one_of_an_earlier_call():
     assert all(torch.equal(results[i], plain(qmodel, X * i)) for i in range(4))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shapes", [1, MAX_BOUND_KINDS, MAX_BOUND_KINDS + 2])
 def test_threads_at_once(shapes):
     """Threads with as many kinds of inputs, which switch at any point."""
@@ -320,6 +322,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_kernels_are_bound_after(name):
     torch.manual_seed(0)
@@ -347,6 +350,7 @@ FROM_VALUES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FROM_VALUES)
 def test_kernels_are_not_bound_after(name):
     torch.manual_seed(0)
@@ -366,6 +370,7 @@ def test_kernels_are_not_bound_after(name):
     assert len(counts) > 1
 
 
+@pytest.mark.slow
 def test_operators_of_higher_order():
     class Branches(nn.Module):
         def __init__(self):

@@ -1,6 +1,8 @@
 """Tools that trace a quantized model, and invalid inputs: they work, or a message says what to do."""
 
+import copy
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -21,13 +23,19 @@ KERNELS = [
 ]
 
 
-def quantized(backend, x=X, **options):
+@cache
+def quantized_once(backend, **options):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 5)
     model = nn.Sequential(*layers).eval()
-    qmodel = fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[x])
+    return fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage", **options), data=[X])
+
+
+def quantized(backend, **options):
+    """A copy of the quantized model, bound to the kind of `X`."""
+    qmodel = copy.deepcopy(quantized_once(backend, **options))
     for _ in range(3):
-        qmodel(x)
+        qmodel(X)
     return qmodel
 
 
@@ -42,6 +50,7 @@ TOOLS = {
 IN_THE_REFERENCE = [name for name in TOOLS if name not in ("make_fx", "jacrev")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("tool", TOOLS)
@@ -71,6 +80,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("recipe", [fxq.Recipe.static(), fxq.Recipe.dynamic(), fxq.Recipe.weight_only()])
 def test_recurrent_layers(recipe):
@@ -105,6 +115,7 @@ def test_the_onnx_exporter_of_torch_is_not_the_way(tmp_path):
         torch.onnx.export(quantized("reference"), (X,), tmp_path / "m.onnx", dynamo=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", [*KERNELS, "reference"])
 def test_a_compiled_model_runs_as_it_is(backend):
     qmodel = quantized(backend)
@@ -179,6 +190,7 @@ def test_a_warning_points_at_the_users_line():
     assert [warning.filename for warning in said] == [__file__, __file__]
 
 
+@pytest.mark.slow
 @needs_x86
 def test_a_cpu_without_vnni_is_told_once():
     """In a process of its own, and of the user's line."""

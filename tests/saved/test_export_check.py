@@ -1,5 +1,8 @@
 """Check of an exported file in the runtime that will read it, at two batch sizes."""
 
+import copy
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,12 @@ def upsampling():
 
 
 def quantized(batch=2):
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once(batch))
+
+
+@cache
+def quantized_once(batch):
     return fxq.quantize(upsampling(), REFERENCE, data=[torch.randn(batch, 3, 32, generator=generator(batch))])
 
 
@@ -64,6 +73,7 @@ def with_wrong_kernel(monkeypatch, *args, **options):
     return kernel
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("example", "sizes"), [(1, [1, 2]), (2, [2, 1]), (5, [5, 1])])
 def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_path, monkeypatch):
     kernel = with_wrong_kernel(monkeypatch, batch=-1)
@@ -71,6 +81,7 @@ def test_a_file_for_openvino_runs_there_at_two_batch_sizes(example, sizes, tmp_p
     assert kernel.seen == sizes
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("example", [1, 2])
 @pytest.mark.parametrize("wrong", [1, 2])
 def test_a_wrong_kernel_of_openvino_is_named(example, wrong, tmp_path, monkeypatch):
@@ -125,6 +136,7 @@ def test_programs_are_checked_at_two_batch_sizes(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and seen == [2, 1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("suffix", ["onnx", "xml", "pt2"])
 def test_where_sizes_cannot_vary_the_file_has_those_of_the_example(suffix, tmp_path):
     recipe = REFERENCE

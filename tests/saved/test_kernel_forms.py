@@ -1,7 +1,9 @@
 """The q/dq forms of kernels through a file: the same form, with the kernel's tensors."""
 
+import copy
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -19,11 +21,18 @@ COVERAGE = fxq.Recipe.static(optimize="coverage")
 
 
 def quantized(name):
+    """A copy of a network that is quantized once."""
+    return copy.deepcopy(quantized_once(name))
+
+
+@cache
+def quantized_once(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fxq.quantize(models.build(name), COVERAGE, data=[models.batch(name)])
 
 
+@pytest.mark.one_in(4)
 @needs_x86
 @pytest.mark.parametrize("name", ["residual", "prelu_chain", "squeeze_excite", "called_twice"])
 def test_every_form_comes_back(name):

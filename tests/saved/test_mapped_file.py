@@ -41,6 +41,7 @@ def use_while_it_changes(folder, most, change):
     (folder / "lines").write_text("\n".join(lines))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("most", "change", "says"),
     [

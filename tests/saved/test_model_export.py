@@ -1,7 +1,9 @@
 """`QuantizedModel.export`: files that other runtimes load, for all backends, and errors that say what is wrong."""
 
+import copy
 import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def model(*more):
 X = torch.rand(2, 3, 12, 12)
 
 
+@cache
+def quantized_once():
+    return fxq.quantize(model(), REFERENCE, data=[X])
+
+
+def quantized():
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once())
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["reference", "auto", "onnxruntime", "openvino"])
 def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
     qmodel = fxq.quantize(model(), fxq.Recipe.static(backend=backend, optimize="coverage"), data=[X])
@@ -40,7 +53,7 @@ def test_whichever_backend_a_model_was_made_for(backend, tmp_path):
 
 
 def test_a_loaded_model_gives_the_same_file(tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     first = qmodel.export(tmp_path / "a.onnx").read_bytes()
     assert fxq.load(qmodel.save(tmp_path / "m.fxq")).export(tmp_path / "b.onnx").read_bytes() == first
 
@@ -72,6 +85,7 @@ def test_grids_that_engines_have_no_kernels_for_are_told(tmp_path):
     assert "QLinearConv" not in optimized(path, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_residual_block_is_fused(tmp_path):
     """Exported from a model for this runtime: other backends have the layer and the sum after it in one unit."""
     recipe = fxq.Recipe.static(backend="onnxruntime", optimize="coverage")
@@ -90,13 +104,14 @@ def test_dynamic_layers_are_fused(tmp_path):
 
 def test_openvino(tmp_path):
     openvino = pytest.importorskip("openvino")
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     path = qmodel.export(tmp_path / "m.xml")
     assert path.with_suffix(".bin").exists()
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     assert list(compiled(X.numpy())[0].shape) == list(qmodel(X).shape)
 
 
+@pytest.mark.slow
 def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
@@ -107,6 +122,7 @@ def test_openvino_takes_weights_that_are_shorter_than_a_block(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(X.numpy())[0]), qmodel(X), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_openvino_takes_rows_that_are_no_multiple_of_a_block(bits, tmp_path):
     """Blocks of 128 values of a row of 192 are written as blocks of 64."""
@@ -132,6 +148,7 @@ def test_openvino_does_not_round_the_inputs_of_weight_only_layers(tmp_path):
     torch.testing.assert_close(torch.from_numpy(compiled(x.numpy())[0]), qmodel(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_openvino_takes_tables_of_integers(tmp_path):
     openvino = pytest.importorskip("openvino")
     net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8)).eval()
@@ -162,6 +179,7 @@ def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
     assert not (tmp_path / "m.xml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "told"), [((), None), ((nn.MaxPool2d(4),), r"right for sizes with .*h.*//4.*>= 1")])
 def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, told, tmp_path, recwarn):
     qmodel = fxq.quantize(model(*layers), REFERENCE, data=[X])
@@ -173,7 +191,7 @@ def test_sizes_that_are_too_small_are_told_where_a_runtime_takes_them(layers, to
 
 
 def test_an_unknown_suffix(tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     with pytest.raises(InputError, match=r"selects the format: unknown suffix '\.onx'; did you mean '\.onnx'"):
         qmodel.export(tmp_path / "m.onx")
 
@@ -203,7 +221,7 @@ def test_types_that_onnxruntime_has_no_kernels_for(tmp_path):
 
 
 def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     with pytest.raises(ExportError, match=r"computes something else .* conv_q \(layer '0'\) differs by 3 steps"):
         qmodel.export(tmp_path / "m.onnx")
@@ -214,6 +232,7 @@ def test_a_file_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
 WRONG = Difference("conv_q", "0", 3.0, 0.5)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
 @pytest.mark.parametrize("factor", [1.0, 1e-4])
 @pytest.mark.parametrize("dead", [[1], [0, 1, 2, 3]])
@@ -232,6 +251,7 @@ def test_channels_of_zeros(backend, factor, dead, tmp_path):
 SUMS, INPUTS = {"session.x64quantprecision": "1"}, {"session.qdq_matmulnbits_accuracy_level": "1"}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("right", "advice"),
     [
@@ -249,7 +269,7 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
             return [WRONG]
         return []
 
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(ModelCheck, "differences", differences)
     problem = "it fails: a zero point must be a scalar" if fails else r"conv_q \(layer '0'\) differs by 3 steps"
     with pytest.warns(FxqWarning, match=rf"does not compute what the quantized model does: {problem}.*{advice}"):
@@ -268,7 +288,7 @@ def test_options_with_which_a_runtime_computes_the_same_are_named(tmp_path, monk
     ],
 )
 def test_axes_that_are_none_are_refused(dynamic, message, tmp_path):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     with pytest.raises(InputError, match=message):
         qmodel.export(tmp_path / "m.onnx", dynamic=dynamic)
 
@@ -280,6 +300,7 @@ def test_an_example_that_the_model_does_not_take(example, tmp_path):
         qmodel.export(tmp_path / "m.onnx", example_inputs=example)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layer", [nn.Conv2d(3, 1, 3), nn.ConvTranspose2d(3, 1, 3)], ids=lambda layer: type(layer).__name__
 )
@@ -303,12 +324,13 @@ def test_layers_with_integer_weights_alone_are_rounded_by_a_default_session(samp
 
 
 def test_without_onnxruntime_nothing_is_run(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(model(), REFERENCE, data=[X])
+    qmodel = quantized()
     monkeypatch.setattr(model_export, "find_spec", lambda name: None)
     monkeypatch.setattr(ModelCheck, "differences", lambda self, optimized=False, entries=None: [WRONG])
     assert qmodel.export(tmp_path / "m.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_good_files_as_they_are(tmp_path, recwarn):
     """OpenVINO does not always say that it could not write: its file is read again."""
     first, second = (

@@ -59,6 +59,7 @@ def qmodel():
     return quantized(net.eval(), fxq.Recipe.static(), X)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -82,6 +83,7 @@ def test_all_of_it_comes_back(name, recipe):
     assert full_text(filed(reloaded)) == full_text(model)
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same(tmp_path):
     paths = []
     for i, (name, recipe) in enumerate(
@@ -125,6 +127,7 @@ def test_a_loaded_model_is_as_good_as_any(qmodel, tmp_path):
     assert reloaded.recipe_as_decided() == qmodel.recipe_as_decided()
 
 
+@pytest.mark.slow
 def test_with_the_fastest_backend():
     model = quantized(models.build("residual"), RECIPES["static"].with_backend("fastest"), models.batch("residual"))
     assert filed(model).attempts == model.attempts and len(model.attempts) > 1
@@ -281,6 +284,7 @@ def test_leaves_come_from_the_caller(tmp_path):
 # ---- what is the user's own
 
 
+@pytest.mark.slow
 def test_own_ops_and_kernels_are_imported_by_the_caller(tmp_path):
     class Net(nn.Module):
         def __init__(self):
@@ -385,6 +389,7 @@ def refuse(kernel, *args):
     raise BackendError("x86.conv: not here. Keep the layer in float or in q/dq form.")
 
 
+@pytest.mark.one_in(2)
 @needs_x86
 @pytest.mark.parametrize("where", ["check", "from_config"])
 def test_kernels_that_do_not_fit_run_in_their_form(qmodel, tmp_path, monkeypatch, where):

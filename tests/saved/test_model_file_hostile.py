@@ -180,6 +180,7 @@ def first_input(text):
     return next(line for line in text.splitlines() if "= input(" in line and not line.startswith(" "))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_forged_graphs(saved, tmp_path, backend):
     """Forged lines after the first line, with correct checksums."""
@@ -224,6 +225,7 @@ def changed(data, place, value):
 STRANGERS = [None, True, -1, 10**30, 1e400, float("nan"), "", "os:system", "this:x", [], [[]], {}, {"a": {}}, ["x"] * 3]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("part", ["model", "tensors", "history", "recipe"])
 def test_forged_records(saved, tmp_path, backend, part):

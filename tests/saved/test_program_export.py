@@ -1,9 +1,11 @@
 """`.pt2` files: PyTorch's own ops with integer weights, the same numbers in a process without fxq, any batch."""
 
+import copy
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -50,6 +52,16 @@ def convolutions():
     return nn.Sequential(*layers).eval()
 
 
+@cache
+def quantized_once():
+    return fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+
+
+def quantized():
+    """A copy of a model that is quantized once."""
+    return copy.deepcopy(quantized_once())
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,7 +74,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.slow
 def test_a_process_without_fxq_computes_the_same(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     differences = elsewhere(qmodel.export(tmp_path / "new" / "m.pt2"), qmodel, *[(images(n),) for n in (1, 2, 7)])
     assert differences["far"] == [0, 0, 0] and not differences["fxq"]
     assert all(kind.startswith("aten.") for kind in differences["kinds"])
@@ -78,6 +90,7 @@ def test_recurrent_layers_and_embeddings(tmp_path):
     assert differences["far"] == [0, 0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [fxq.Recipe.weight_only(), fxq.Recipe.dynamic(), fxq.Recipe.static()])
 def test_whatever_a_model_was_made_for(recipe, tmp_path):
     """Kernels of this machine give their place to what they compute."""
@@ -97,8 +110,9 @@ def test_a_batch_of_one_is_no_fixed_size(tmp_path):
         assert torch.equal(program(x), qmodel(x))
 
 
+@pytest.mark.slow
 def test_a_fixed_batch(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     program = torch.export.load(qmodel.export(tmp_path / "m.pt2", dynamic=False)).module()
     assert torch.equal(program(images(2)), qmodel(images(2)))
     with pytest.raises(Exception, match="2"):  # torch's own words for another size
@@ -117,6 +131,7 @@ def test_named_axes(tmp_path):
         qmodel.export(path, example_inputs=data, dynamic={"y": axes})
 
 
+@pytest.mark.slow
 def test_sizes_that_are_sums_of_others(tmp_path):
     """Sizes 0 and 1 of the example are no fixed sizes."""
 
@@ -169,6 +184,7 @@ def test_an_object_becomes_a_mapping(tmp_path):
     assert set(got) == {"scores", "best"} and torch.equal(got["scores"], wanted.scores)
 
 
+@pytest.mark.slow
 def test_sizes_from_a_smallest_one_on(tmp_path):
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, stride=2), nn.AdaptiveAvgPool2d(1)
     x, larger = torch.rand(2, 3, 24, 24), torch.rand(1, 3, 31, 19)
@@ -190,20 +206,21 @@ def test_a_size_that_the_model_takes_for_granted(tmp_path):
     assert qmodel.export(tmp_path / "m.pt2", dynamic=False).exists()
 
 
+@pytest.mark.slow
 def test_no_file_of_this_machine_is_named(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     assert __file__.encode() not in qmodel.export(tmp_path / "m.pt2").read_bytes()
 
 
 def test_the_model_stays_as_it_is(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     before, code = qmodel(images(2)), qmodel.code
     qmodel.export(tmp_path / "m.pt2")
     assert torch.equal(qmodel(images(2)), before) and qmodel.code == code
 
 
 def test_a_program_that_computes_otherwise_is_not_written(tmp_path, monkeypatch):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     monkeypatch.setattr(program_export, "identical", lambda got, wanted: False)
     with pytest.raises(ExportError, match=r"m\.pt2: the program computes something else than the quantized model"):
         qmodel.export(tmp_path / "m.pt2")
@@ -212,7 +229,7 @@ def test_a_program_that_computes_otherwise_is_not_written(tmp_path, monkeypatch)
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    qmodel = fxq.quantize(convolutions(), REFERENCE, data=[images(2)])
+    qmodel = quantized()
     (tmp_path / "file").write_text("")
     with pytest.raises(RenderError, match=r"cannot write .*m\.pt2"):
         qmodel.export(tmp_path / "file" / "m.pt2")

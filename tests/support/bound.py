@@ -1,5 +1,8 @@
 """Quantized models that bind their graph, and a look at what they are bound to."""
 
+import copy
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -18,7 +21,15 @@ def network():
     return nn.Sequential(*layers).eval()
 
 
+@cache
+def quantized_once():
+    return fxq.quantize(network(), ALL, data=[X])
+
+
 def quantized(model=None, data=(X,), recipe=ALL):
+    """Quantize a model with some data. The network above is quantized once with `ALL`: this is a copy."""
+    if model is None and recipe is ALL and len(data) == 1 and data[0] is X:
+        return copy.deepcopy(quantized_once())
     return fxq.quantize(network() if model is None else model, recipe, data=list(data))
 
 

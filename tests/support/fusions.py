@@ -51,8 +51,9 @@ def check_numbers(model: nn.Module, x: Tensor, before: Any, after: Any) -> None:
     assert equal(call(after, x), call(before, x))
     for backend in BACKENDS:
         recipe = fxq.Recipe.static(backend=backend)
-        quantized = fxq.quantize(model, recipe, data=[x])
-        qdq = fxq.quantize(model, recipe.without_pass("lower").without_pass("verify-lowering"), data=[x])
+        observed = fxq.calibrate(fxq.prepare(model, recipe, example_inputs=x), [x])
+        quantized = fxq.convert(observed)
+        qdq = fxq.convert(observed, recipe.without_pass("lower").without_pass("verify-lowering"))
         assert sqnr(call(model, x), call(quantized, x)) > 25
         assert sqnr(call(qdq, x), call(quantized, x)) > 50
 

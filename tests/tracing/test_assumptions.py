@@ -191,6 +191,7 @@ def masks(self, x):
 FORWARDS = [(unpacked, True), (looped, True), (chunks, True), (questions, False), (numbers, True), (masks, True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("forward", "any_batch"), FORWARDS)
 def test_what_sizes_decide_goes_through(forward, any_batch):
     model = module(forward, a=conv())

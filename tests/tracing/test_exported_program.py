@@ -68,6 +68,7 @@ def test_sizes_that_the_program_was_not_exported_for(exported, n, size):
         qmodel(**inputs(n, size))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["residual", "called_twice", "shared_weight", "dict_output", "prelu_chain"])
 def test_the_same_layers_run_on_integers(name):
     model, example = build(name), batch(name)

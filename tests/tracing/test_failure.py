@@ -34,6 +34,7 @@ ASKS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ASKS)
 def test_the_smallest_module_stays_in_float(name):
     ask, why = ASKS[name]

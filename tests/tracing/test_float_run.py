@@ -190,6 +190,7 @@ def test_the_place_is_named_and_the_model_left_as_it_was(kind):
     assert {k: repr(v) for k, v in vars(model[0]).items() if not k.startswith("_")} == before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", HELD)
 def test_a_model_with_state_is_right_in_parts_on_a_stream(kind):
     """Its own forward has the state, so it stays in Python, and its layers are on integers."""
@@ -206,7 +207,7 @@ def test_a_model_with_state_is_right_in_parts_on_a_stream(kind):
         assert sqnr(expected, got) > 30
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("by_recipe", [True, False])
 def test_a_leaf_is_right_on_a_stream_and_shares_nothing(kind, by_recipe):
@@ -272,6 +273,7 @@ class InDefault(Layers):
         return smoothed(y)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
@@ -421,6 +423,7 @@ def words(count=4):
     return [torch.randint(0, 20, (4, 5), generator=generator) for _ in range(count)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("norm", [1.0, 2.0])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("leaf", [True, False])
@@ -449,6 +452,7 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [Normed, Clamped])
 @pytest.mark.parametrize("leaf", [True, False])
 def test_weights_that_a_forward_normalizes_stay_as_they_are(kind, leaf):

@@ -19,6 +19,7 @@ from tests.support.traced import X, close, conv
 pytestmark = no_warnings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "use",
     [
@@ -65,6 +66,7 @@ def test_a_tensor_of_the_model_with_a_traced_index():
         assert sqnr(model(x[:, :2]), qmodel(x[:, :2])) > 25
 
 
+@pytest.mark.slow
 def test_models_run_and_are_traced_in_several_threads_at_once():
     """A trace does not affect other threads, and two traces leave torch unchanged."""
     model, second, results, errors = nn.Sequential(conv(), nn.ReLU(), conv()).eval(), conv(), queue.SimpleQueue(), []

@@ -218,7 +218,7 @@ def place_of(model, path):
     return values, attributes, script, methods, [getattr(value, "n", None) for value in more[1:2]]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("by_recipe", [True, False])
 def test_a_leaf_is_right_on_a_long_stream_and_the_model_stays(kind, by_recipe):
@@ -290,6 +290,7 @@ class InWeakTable(Layers):
         return y * TABLE[self]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("leaf", [True, False])
 @pytest.mark.parametrize(
     ("kind", "place"),

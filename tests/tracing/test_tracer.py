@@ -176,6 +176,7 @@ class Encoder(nn.Module):
         return Named(a=self.output(y), b=x) if return_dict else (y,)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_encoder(masked):
     model, inputs = Encoder().eval(), words(2, 6, masked)

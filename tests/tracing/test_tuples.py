@@ -38,6 +38,7 @@ WHOLE = {
 CHANNELS = {"chunk_named": 16, "tensor_split": 6}
 
 
+@pytest.mark.one_in(3)
 @needs_x86
 @pytest.mark.parametrize("name", WHOLE)
 def test_runs_on_integers(name):

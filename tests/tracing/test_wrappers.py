@@ -19,6 +19,7 @@ def small():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda m: nn.DataParallel(torch.compile(m))])
 def test_wrappers_are_taken_off(wrap, caplog):
     model = small()
@@ -36,6 +37,7 @@ def test_wrappers_are_taken_off_once(recipe, caplog):
     assert caplog.text.count("the model is wrapped in a") == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
 def test_a_wrapped_part_is_traced_through(wrap):
     model = nn.Sequential(wrap(small()), nn.Linear(2, 3)).eval()

@@ -24,7 +24,7 @@ def chain():
     return nn.Sequential(*(step for layer in layers for step in (layer, nn.ReLU()))).eval()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("recipe", [EVEN, pytest.param(X86.with_min_sqnr(None), marks=needs_x86)])
 @pytest.mark.parametrize("path", ["0", "4", "10", "12"])
 def test_the_spoiled_layer_is_named(path, recipe):

@@ -32,6 +32,7 @@ def stored_bits(q):
     return sum(e.weight_bits * e.weight_values for e in weights) / sum(e.weight_values for e in weights)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [4.5, 5.0, 6.0])
 def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
     result = fxq.search(network(), RECIPE, DATA, budget=budget)
@@ -46,6 +47,7 @@ def test_the_result_fits_and_is_better_than_one_spec_for_all(budget):
         assert len({weight.spec for weight in result}) > 1
 
 
+@pytest.mark.slow
 def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     """The score against the quantized model, the error of a layer against a model of this layer alone."""
 
@@ -75,6 +77,7 @@ def smallest_scale(q):
     return float(scales.min())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [5.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_chosen_recipe(budget):
     """Whether float16 holds the scales of the last layer depends on the specs of the others: the bits are right."""

@@ -19,6 +19,7 @@ from fxq.tuning.tunable_layer import TunableLayer
 from tests.support.tuning_models import DATA, STATIC, Wide, agreement, wide
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", [30.0, 42.0, 55.0])
 def test_what_is_found_keeps_the_target(target):
     result = fxq.search(wide(), STATIC, DATA, target=target)
@@ -33,17 +34,20 @@ def test_what_is_found_keeps_the_target(target):
         assert result.floats == ("bad",)
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_gives_the_best():
     result = fxq.search(wide(), STATIC, DATA, lambda model: float(isinstance(model, Wide)), target=0.5)
     assert not result.reached and result.score == 0.0 and "the target was not reached" in str(result)
 
 
+@pytest.mark.slow
 def test_a_metric_with_a_tolerated_drop():
     result = fxq.search(wide(), STATIC, DATA, agreement, target=0.1)
     assert result.least == pytest.approx(0.9) and result.reached and result.floats == ("bad",)
     assert agreement(fxq.quantize(wide(), result.recipe, data=DATA)) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", pytest.param("fork", marks=pytest.mark.slow)])  # `Trials` has both
 def test_the_executor_makes_no_difference(kind):
     here = fxq.search(wide(), STATIC, DATA, target=45.0)
@@ -84,7 +88,7 @@ class Planted:
         return -10 * math.log10(noise) if noise else math.inf
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=20), st.floats(15, 70))
 def test_enough_layers_and_none_that_could_go_back(noises, target):
     planted = Planted(tuple(noises))

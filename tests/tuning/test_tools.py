@@ -9,6 +9,7 @@ from fxq.common.isolation import untouched
 from tests.support.tuning_models import DATA, STATIC, wide
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tool", [fxq.sensitivity, lambda *args, **kwargs: fxq.search(*args, target=42.0, **kwargs)])
 def test_progress_is_shown_when_it_is_asked_for(tool, capsys):
     tool(wide(), STATIC, DATA, progress=False)
@@ -24,6 +25,7 @@ def test_presets_dicts_and_wrappers_are_taken():
     assert fxq.sensitivity(nn.DataParallel(model).eval(), STATIC.to_dict(), iter(DATA)) == plain
 
 
+@pytest.mark.slow
 def test_dynamic_recipes_and_batches_of_other_sizes():
     data = [torch.rand(3, 3, 10, 10), {"x": torch.rand(5, 3, 10, 10)}]
     result = fxq.search(wide(), fxq.Recipe.dynamic(backend="reference"), data, target=60.0)

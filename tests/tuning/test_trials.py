@@ -24,6 +24,7 @@ def trials():
     return wide_trials
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [*RECIPES, STATIC.override("first", fxq.Recipe.dynamic().config)])
 def test_a_candidate_is_what_quantize_makes(trials, recipe):
     model, quantized = wide(), fxq.quantize(wide(), recipe.with_optimize("coverage"), data=DATA)
@@ -39,6 +40,7 @@ def pool(kind):
     return ProcessPoolExecutor(2, get_context(kind))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("metric", [None, agreement])
 def test_the_executor_makes_no_difference(kind, metric):

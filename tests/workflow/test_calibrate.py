@@ -35,6 +35,7 @@ pytestmark = pytest.mark.any_cpu
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("observer", ["minmax", "histogram", "percentile:99.5", "entropy"])
 def test_two_ranks_see_what_one_process_sees(tmp_path, observer):
     batches = data()
@@ -51,6 +52,7 @@ def test_two_ranks_see_what_one_process_sees(tmp_path, observer):
     assert same(second, first)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARES)
 def test_shares_of_any_size(tmp_path, name):
     shares = SHARES[name]
@@ -72,6 +74,7 @@ def test_quantize_takes_the_first_batch_there_is_for_an_example(tmp_path):
     assert all(same(result, want) for result in results) and want[2][0] == 4
 
 
+@pytest.mark.slow
 def test_a_recipe_that_calibrates_nothing_reads_the_same_samples(tmp_path):
     batches = data(40, 2)
     chosen = fxq.Recipe.weight_only(bits=4, backend="reference").insert_pass(fxq.passes.Gptq(), after="smooth")
@@ -180,6 +183,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_fails_on_one_rank_fails_on_all(tmp_path, name):
     make, kind, words = FAILURES[name]
@@ -224,6 +228,7 @@ def test_under_torchrun(tmp_path):
 # ---- files of several machines
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SHARES)
 def test_files_are_merged(tmp_path, name):
     shares = [share for share in SHARES[name] if share]

@@ -66,6 +66,7 @@ def planted_trials(monkeypatch, times, share=0.95):
     planted(monkeypatch, [1.0] * TRIED)
 
 
+@pytest.mark.one_in(5)
 @needs_fbgemm
 @pytest.mark.parametrize("first", range(TRIED))
 def test_the_quickest_is_chosen(net, monkeypatch, first):
@@ -78,6 +79,7 @@ def test_the_quickest_is_chosen(net, monkeypatch, first):
     assert sqnr(model(x), q(x)) > 20
 
 
+@pytest.mark.slow
 @needs_fbgemm
 @pytest.mark.parametrize("far", [3.0, float("nan")])
 def test_what_is_far_from_float_loses(net, monkeypatch, far):
@@ -162,6 +164,7 @@ def test_the_data_is_read_once(net):
     assert seen == [0, 1, 2] and len(q.attempts.where(lambda a: a.us is not None)) == TRIED
 
 
+@pytest.mark.slow
 @needs_fbgemm
 @pytest.mark.parametrize("copies", [False, True])
 def test_backends_with_the_same_graph_share_what_it_has_seen(net, monkeypatch, copies):
@@ -193,6 +196,7 @@ class Pooled(nn.Module):
         return self.c(self.pool(torch.relu(self.b(y) + y)).flatten(1))
 
 
+@pytest.mark.one_in(2)
 @needs_fbgemm
 @pytest.mark.parametrize("edits", [(), ("one",)], ids=["smooth did nothing", "smooth has asked"])
 def test_what_a_kernel_emits_makes_no_other_graph(edits):
@@ -226,6 +230,7 @@ def test_the_table(net):
     assert fxq.quantize(model, FASTEST.with_backend("x86"), data=[x]).attempts is None
 
 
+@pytest.mark.slow
 def test_an_observed_model_copies_all_of_it(net):
     model, x = net
     observed = copy.deepcopy(fxq.prepare(model, FASTEST, example_inputs=x))
@@ -234,6 +239,7 @@ def test_an_observed_model_copies_all_of_it(net):
     assert len(fxq.convert(observed).attempts) == TRIED
 
 
+@pytest.mark.slow
 def test_a_preset_without_data(net):
     model, x = net
     q = fxq.quantize(model, fxq.Recipe.dynamic(backend="fastest"), example_inputs=x)
@@ -253,13 +259,14 @@ def test_recipes_with_it_are_saved(tmp_path):
     assert fxq.Recipe.load(tmp_path / "r.toml") == FASTEST
 
 
+@pytest.mark.slow
 def test_of_equals_the_first_is_taken(net, monkeypatch):
     model, x = net
     planted(monkeypatch, [1.05, 1.0, 2.0, 2.0, 2.0])
     assert fxq.quantize(model, FASTEST, data=[x]).backend == fastest_order()[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "busy", "threads"), [(4, False, 4), (1.5, False, 1), (4, True, 1)])
 def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, threads):
     """One thread is timed then, in CPU time; `attempts` says so."""
@@ -276,7 +283,7 @@ def test_threads_without_a_cpu_each_time_nothing(net, monkeypatch, cpus, busy, t
     assert q.attempts.threads == threads
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_fbgemm
 @pytest.mark.parametrize(("share", "far", "count"), [(0.5, None, 2), (0.85, None, 1), (0.5, 3.0, 2), (0.85, 3.0, 2)])
 def test_backends_that_cannot_win_are_not_converted(net, monkeypatch, share, far, count):
@@ -313,6 +320,7 @@ def batches_seen(observed):
     return {model.manager.context.recipe.backend: model.batches_seen for model in models}
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
     """The others see what they would see alone: the example, which was run for the trials, is no calibration data."""
@@ -330,6 +338,7 @@ def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
     assert all(map(equal, samples, samples_alone)) and len(samples) == len(samples_alone)
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_an_example_that_calibrates_nothing_leaves_no_backend_out(net, monkeypatch):
     """Its values are finite, but not their sums."""
@@ -349,6 +358,7 @@ class Refusing(MinMax):
         raise fxq.CalibrationError("it is infinite")
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_path):
     """Another run, which resumes it, may take other backends for slow."""
@@ -361,6 +371,7 @@ def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_pat
     assert seen == [()]
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_a_backend_left_out_of_the_calibration_wins_if_the_others_are_slower_than_promised(net, monkeypatch):
     model, x = net
@@ -429,6 +440,7 @@ def test_the_mix_that_an_engine_prices_best_is_timed_in_a_trial(net, monkeypatch
     assert trial.least_share() == 0.0 and len(mixes) == 2  # nothing has a price
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_backends_without_a_trial_are_converted(net, monkeypatch):
     """An engine that fails in its trial is converted last, and reported as before."""
@@ -442,6 +454,7 @@ def test_backends_without_a_trial_are_converted(net, monkeypatch):
     assert [attempt.why for attempt in q.attempts if attempt.us is None] == []
 
 
+@pytest.mark.slow
 def test_layers_return_to_float_on_backends_with_the_same_graph():
     """These layers are so small that float is faster on each backend of PyTorch's kernels."""
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(8, 8)

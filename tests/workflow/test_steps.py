@@ -73,7 +73,7 @@ def calibrated():
     }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), CONFIGS), max_size=3), st.booleans())
 def test_another_recipe_gives_what_quantize_does(calibrated, overrides, all_values):
     recipe = static(overrides)

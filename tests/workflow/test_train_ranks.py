@@ -38,6 +38,7 @@ def _loop(model, rank=0, ranks=1, rate=0.1, steps=4):
         optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [False, True])
 def test_two_ranks_train_as_one_process_on_the_joined_batch(tmp_path, learned):
     torch.manual_seed(0)
@@ -95,6 +96,7 @@ def test_sharding_that_the_forward_does_not_undo(tmp_path):
         assert "is torch.bfloat16, but was torch.float32 when the model was prepared" in halved
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_frozen_as_whole_ones(tmp_path):
     torch.manual_seed(0)
     model, x = Plain().eval(), torch.randn(8, 3, 10, 10)

@@ -110,6 +110,7 @@ def test_without_batch_norms_there_is_nothing_to_freeze():
         prepared(nn.Linear(2, 2).eval(), torch.rand(1, 2)).freeze_norms()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_its_state_goes_out_and_in(recipe, steps):
@@ -153,6 +154,7 @@ def test_a_copy_trains_as_the_original(recipe):
     assert {id(p) for p in duplicate.parameters()}.isdisjoint({id(p) for p in model.parameters()})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_forwards_that_are_computed_again_for_gradients(recipe, reentrant):
@@ -217,6 +219,7 @@ def integers(model):
     return frozen_weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [False, True])
 def test_weights_that_go_back_and_forth_are_frozen(learned):
     model, batches, _ = with_weights_to_freeze(learned)
@@ -232,6 +235,7 @@ def test_weights_that_go_back_and_forth_are_frozen(learned):
     assert sqnr(wanted, fxq.convert(model)(batches[0])) > 60  # float rounding, and no step of a grid
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [False, True])
 def test_frozen_weights_are_part_of_its_state_and_of_its_copies(learned):
     model, batches, make = with_weights_to_freeze(learned)
@@ -287,6 +291,7 @@ def test_on_another_device():
     assert {t.device.type for t in model.state_dict().values()} == {"meta"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [QAT, LEARNED], ids=["ranges", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_in_other_types_than_it_was_prepared_with(recipe, dtype):

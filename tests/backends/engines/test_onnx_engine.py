@@ -37,6 +37,7 @@ def net(name):
         ), x
 
 
+@pytest.mark.one_in(2)
 def test_inputs_that_are_not_in_memory_are_refused(net):
     q, x = net
     for odd in (x.to("meta"), x.to_sparse()):
@@ -44,11 +45,13 @@ def test_inputs_that_are_not_in_memory_are_refused(net):
             q(odd)
 
 
+@pytest.mark.one_in(2)
 def test_a_view_of_the_negative(net):
     q, x = net
     assert torch.equal(q(torch._neg_view(x)), q(-x))
 
 
+@pytest.mark.one_in(2)
 def test_a_size_that_the_engine_refuses(name, monkeypatch):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval(), torch.randn(2, 3, 16, 16)
     with quiet():
@@ -64,6 +67,7 @@ def test_a_size_that_the_engine_refuses(name, monkeypatch):
     assert sqnr(model(x), got) > 20
 
 
+@pytest.mark.one_in(2)
 def test_values_that_the_engine_refuses(name, monkeypatch):
     """Engines whose request fails when it runs, or when it is bound to memory."""
     model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
@@ -82,6 +86,7 @@ def test_values_that_the_engine_refuses(name, monkeypatch):
         assert q(torch.randn(3, 8)).shape == (3, 8)
 
 
+@pytest.mark.one_in(2)
 def test_a_wrong_engine_is_caught(name, monkeypatch):
     kind = backend_type(name).kernel
     right = kind.compiled
@@ -116,6 +121,7 @@ def test_an_engine_that_refuses_everything(name, monkeypatch):
     assert not kernels(q) and sqnr(model(x), q(x)) > 100
 
 
+@pytest.mark.one_in(2)
 def test_an_engine_that_refuses_one_op(name, monkeypatch):
     """The others still run in it."""
     kind = backend_type(name).kernel
@@ -147,6 +153,7 @@ class Rows(nn.Module):
         return self.out(read).index_select(-1, places)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("computed", [0, 1])
 def test_an_index_that_is_out_of_range_is_an_error(name, computed):
     model, ids, places = Rows(computed).eval(), torch.randint(10, (2, 5)), torch.tensor([1, 3])
@@ -159,6 +166,7 @@ def test_an_index_that_is_out_of_range_is_an_error(name, computed):
             q(*wrong_input)
 
 
+@pytest.mark.one_in(2)
 def test_a_table_that_is_read_by_position(name):
     """PyTorch computes the positions, the region takes the table: it never becomes floats as a whole."""
 
@@ -180,6 +188,7 @@ def test_a_table_that_is_read_by_position(name):
             q(torch.randn(2, 7, 8))
 
 
+@pytest.mark.one_in(2)
 def test_an_index_that_is_cut_off_may_be_out_of_range(name):
     class Cut(nn.Module):
         def __init__(self):

@@ -107,6 +107,7 @@ FORMS = {
 }
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("spec", FORMS.values(), ids=FORMS)
 def test_linear_layers_measure_what_they_read(spec, machine, free):
     """Against the qdq graph in torch; a value near a tie may go the other way there."""
@@ -132,6 +133,7 @@ def test_layers_that_read_one_value_share_its_integers(free, tmp_path):
     assert not rows["DequantizeLinear"] and not rows["SkipLayerNormalization"]
 
 
+@pytest.mark.one_in(2)
 def test_a_layer_that_is_called_twice(machine, free):
     class Twice(nn.Module):
         def __init__(self):
@@ -184,7 +186,7 @@ class Recurrent(nn.Module):
         return y, h, c
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("samples", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}, {"bias": False}], ids=str)
 def test_lstms_measure_their_ranges(options, samples, machine, free):
@@ -204,6 +206,7 @@ def test_lstms_measure_their_ranges(options, samples, machine, free):
     assert sqnr(wanted, got) > max(33, sqnr(wanted, by_reference) - 4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("uneven", [False, True])
 def test_one_scale_is_for_all_rows_of_an_lstm_that_have_the_same_range(uneven, machine, free):
     model, inputs = Recurrent().eval(), (torch.randn(12, 1, 24), torch.zeros(2, 1, 32), torch.zeros(2, 1, 32))
@@ -229,6 +232,7 @@ def test_rows_have_much_the_same_range_while_half_a_decibel_is_lost_at_most(larg
     assert _has_even_rows(weight) is even is (lost < 0.55)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("samples", "threads"), [(1, 4), (8, 1)])
 def test_samples_of_an_lstm_share_a_range_on_any_number_of_threads(samples, threads, free):
     x = torch.randn(12, samples, 24)
@@ -278,6 +282,7 @@ def test_what_it_does_not_measure_stays_in_float(model, shape, changes, reason, 
     assert entry.precision == "float"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")  # of that one which is the quickest for so few values
 def test_fastest_tries_it_with_dynamic_ranges(free):
     model, x = Attention().eval(), torch.randn(1, 5, 32)

@@ -24,6 +24,7 @@ def test_the_profile_names_the_nodes_of_the_graph():
     assert {"_0_relu", "_2"} <= scopes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:with all possible ops on integers:fxq.FxqWarning")
 @pytest.mark.parametrize("layer", [nn.Conv2d(64, 32, 3), nn.Conv2d(64, 64, 3, groups=64), nn.Linear(64, 32)])
 def test_sums_of_the_largest_products_do_not_saturate(layer):

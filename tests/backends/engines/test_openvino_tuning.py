@@ -47,6 +47,7 @@ def kinds(compiled):
     return [entry["primitiveType"].partition("_")[0] for entry in about if entry["layerType"] == "Convolution"]
 
 
+@pytest.mark.slow
 def test_layers_run_in_the_kernels_that_they_prefer_with_the_same_numbers(quantized_conv):
     q, x, (model, _) = quantized_conv
     result = names(model)
@@ -164,6 +165,7 @@ def test_a_version_that_does_not_know_snippets_compiles_as_it_does(quantized_con
     )
 
 
+@pytest.mark.slow
 def test_speed_measures_and_coverage_does_not(monkeypatch):
     told = []
     monkeypatch.setattr(OpenvinoKernel, "tune", lambda self, *inputs: told.append([x.shape for x in inputs]))

@@ -156,6 +156,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_what_runs_as_one_region(network):
     x = image()
@@ -177,6 +178,7 @@ def test_it_has_the_numbers_of_the_reference():
     assert torch.allclose(q(x), r(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45])
 def test_inputs_without_an_end(value):
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1)), image()
@@ -198,6 +200,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("which", REFUSED)
 def test_refusals_have_reasons(which):
     """PyTorch computes refused ops; ops before and after them still run as regions."""
@@ -302,6 +305,7 @@ def test_files_copies_and_pickles(tmp_path):
         assert len(kernels(second)) == 1 and equal(second(x), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 def test_what_is_written_to_its_tensors_counts(dtype):
     x = image()
@@ -314,6 +318,7 @@ def test_what_is_written_to_its_tensors_counts(dtype):
     assert sqnr(form(kernel)(x), q(x)) > 40
 
 
+@pytest.mark.slow
 def test_inputs_that_lie_otherwise():
     x = image(2, 3, 12)
     q = quantized(settled(UNet), x)
@@ -365,6 +370,7 @@ def test_threads():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_short_lived_threads():
     """Memory that a thread frees is not written to afterwards."""
     x = image()
@@ -382,6 +388,7 @@ def test_short_lived_threads():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_another_number_of_threads():
     x = image()
     q = quantized(settled(Residual), x)
@@ -393,6 +400,7 @@ def test_another_number_of_threads():
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_who_watches_sees_the_ops():
     """The q/dq form is recorded: loops are opaque to PyTorch."""
 
@@ -427,6 +435,7 @@ def test_tools_that_cannot_look_inside_are_refused():
         torch.func.vmap(q)(x[None])
 
 
+@pytest.mark.slow
 def test_two_hundred_layers():
     model = nn.Sequential(*[m for _ in range(100) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())])
     with torch.no_grad():

@@ -43,6 +43,7 @@ def test_flattened_values_that_are_joined():
     assert sqnr(form(kernels(q)[0])(x), q(x)) > 40
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("channels", "kernel"), [(20, 2), (7, 4), (5, 2), (4, 2), (24, 2)])
 def test_transposed_layers_of_other_channels(channels, kernel):
     x = image()
@@ -60,6 +61,7 @@ def test_a_layer_in_float_before_one_on_integers():
     assert sqnr(model(x), q(x)) > 30
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", [nn.LeakyReLU(0.1), nn.LayerNorm(20, elementwise_affine=False)])
 def test_another_default_dtype(layer):
     x = torch.randn(5, 8)
@@ -118,6 +120,7 @@ def test_functions_far_out(function):
     assert torch.equal(q(x)[0].abs(), torch.zeros(8, 16))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("function", [F.relu, F.relu6, torch.sigmoid, torch.tanh, F.hardsigmoid])
 def test_functions_of_what_is_no_number(function):
     q = quantized(Beside(function), torch.randn(8, 16))
@@ -137,6 +140,7 @@ def test_prices_are_found(monkeypatch, caplog):
     assert "does not profile" not in caplog.text
 
 
+@pytest.mark.slow
 def test_programs_that_are_dropped_are_freed():
     """Without the collector: it counts objects, not the memory of programs."""
     q = quantized(convs(nn.ReLU())(), image())

@@ -27,6 +27,7 @@ def kernels(qmodel):
     return [type(kernel) for name, kernel in qmodel.named_modules() if name.startswith("fxq_kernels.")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 7, 40])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_results_are_those_of_the_reference_backend(weight, rows):

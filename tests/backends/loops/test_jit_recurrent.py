@@ -121,6 +121,7 @@ def kernels(q):
     return [module for module in q.modules() if isinstance(module, JitRecurrent)]
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "batch_first": True}], ids=["plain", "both ways"])
 @pytest.mark.parametrize("kind", KINDS)

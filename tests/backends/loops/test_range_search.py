@@ -28,6 +28,7 @@ def blocks(n, count=2**16):
     return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zooms", [QUICK_ZOOMS, ZOOMS], ids=["quick", "thorough"])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("bits", "n"), [(2, 64), (4, 32), (4, 37), (8, 128)])

@@ -73,7 +73,8 @@ def int32_bias(count, x, qp, groups=1):
     return torch.round(torch.randn(count) / scale) * scale
 
 
-@settings(max_examples=36, deadline=None)
+@pytest.mark.one_in(2)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_conv_of_any_shape(engine, data):
     draw = data.draw
@@ -92,7 +93,8 @@ def test_conv_of_any_shape(engine, data):
     agree(conv(image), reference(real(image, x), w, None if bias is None else bias.double(), **options), out)
 
 
-@settings(max_examples=36, deadline=None)
+@pytest.mark.one_in(2)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_transposed_conv_of_any_shape(engine, data):
     draw = data.draw
@@ -244,7 +246,7 @@ def test_the_selected_engine_stays(engine):
 # ---- the pipeline
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_their_qdq_form(engine, name):
     """No kernel is replaced by its q/dq form, and no deprecation warning is shown."""
@@ -283,6 +285,7 @@ def test_text(engine):
     ]
 
 
+@pytest.mark.one_in(2)
 def test_a_prelu_is_a_table_of_what_the_convolution_rounded(engine):
     manager = until(build("prelu_chain"), batch("prelu_chain"), "lower", static(engine))
     assert text(manager.gm).splitlines()[2:5] == [
@@ -301,6 +304,7 @@ class Depthwise(nn.Module):
         return self.c(F.relu6(self.b(F.relu6(self.a(x)))))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("role", ["activations", "weights"])
 def test_depthwise_convolutions_have_7_bits_on_fbgemm(engine, role):
     model, x = settled(Depthwise), torch.randn(8, 3, 16, 16)
@@ -323,6 +327,7 @@ def test_transposed_convolutions_have_the_scales_that_the_engine_takes(engine):
     assert f"{engine}.conv_transpose" in kinds(quantized)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", ["Conv", "Linear", "Add", "ConvTranspose"])
 def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
     cls = getattr(ENGINES[engine], kernel)
@@ -337,6 +342,7 @@ def test_a_wrong_kernel_is_put_back(engine, kernel, monkeypatch):
     assert sqnr(call(model, x), call(quantized, x)) > 30
 
 
+@pytest.mark.slow
 def test_nothing_deprecated_is_heard_of(engine):
     code = (
         "import warnings\nwarnings.simplefilter('error')\n"
@@ -362,6 +368,7 @@ class EveryDimension(nn.Module):
         return self.d(F.relu(self.c(self.b(F.relu(self.a(x))).flatten(2))))
 
 
+@pytest.mark.one_in(2)
 def test_every_dimension(engine):
     model, x = settled(EveryDimension), torch.randn(4, 2, 3, 4, 5)
     with quiet():
@@ -390,6 +397,7 @@ class TwoReaders(nn.Module):
         return self.head(self.deep(x) + x)
 
 
+@pytest.mark.one_in(2)
 def test_readers_of_a_kernel_that_emits_one_form_agree(engine):
     model, x = settled(TwoReaders), torch.randn(4, 3, 8, 8)
     with quiet():

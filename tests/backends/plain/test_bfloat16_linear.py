@@ -49,7 +49,7 @@ def product(x, weight, bias):
     return x.double() @ real.T + bias.double(), x.double().abs() @ (real.abs() + 16 * scale).T + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=22, deadline=None)
 @given(
     rows=st.integers(1, MAX_ROWS), form=st.sampled_from([(8, "tensor"), (8, "channel"), (4, "tensor"), (4, "channel"),
     (4, 32), (4, 64), (4, 256), (4, 512)]), signed=st.booleans(), with_zero=st.booleans(), outputs=st.integers(1, 9),
@@ -137,6 +137,7 @@ def quantized(compute="bfloat16", rows=2, **options):
     return fxq.quantize(model, recipe, example_inputs=torch.randn(rows, 64))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_few_rows_are_rounded_to_bfloat16_and_more_are_not(options, without_numba, tmp_path):
     rounded, exact = quantized(**options), quantized("float32", **options)
@@ -247,6 +248,7 @@ def test_one_layer_may_stay_in_float32(without_numba):
     ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "named"), [(1, True), (MAX_ROWS + 1, False)])
 def test_the_warning_names_bfloat16_where_it_has_a_kernel(rows, named, without_numba, monkeypatch):
     monkeypatch.setattr(compiler, "installed", lambda: "none")

@@ -14,6 +14,7 @@ from tests.support.kernels import (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(3, 5), (0, 4), (2, 3, 9, 7), (1, 40, 80, 90), (300, 1001)], ids=str)
 def test_conversions(shape):
     for qp in OUTS:

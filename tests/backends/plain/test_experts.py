@@ -83,6 +83,7 @@ def test_each_expert_has_scales_of_its_own_and_the_others_are_not_read(model):
     assert after[2:].isnan().all() and torch.equal(after[:2], before[:2])
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_them_and_files_hold_them(model, tmp_path):
     inputs = batch(3, 1, 5, 2)
     qmodel = fxq.quantize(model, "weight_only", example_inputs=inputs)

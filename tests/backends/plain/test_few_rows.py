@@ -57,7 +57,7 @@ def product(x, weight, bias=None):
 
 
 @needs_numba
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
@@ -108,7 +108,7 @@ def integers(rows, columns, per_row=True):
 
 
 @needs_numba
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 20), columns=st.integers(32, 300), outputs=st.integers(1, 11), bits=st.sampled_from(WIDTHS),
     signed=st.booleans(), per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(),
@@ -181,6 +181,7 @@ RECIPES = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(6)
 @needs_numba
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
 def test_layers_agree_with_the_product_of_many_rows_from_one_row_on(options, monkeypatch):
@@ -291,7 +292,7 @@ def test_a_small_product_runs_on_one_thread(monkeypatch):
 
 
 @needs_numba
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     columns=st.integers(32, 300), outputs=st.integers(1, 9), bits=st.sampled_from(WIDTHS), signed=st.booleans(),
     per=st.sampled_from(["tensor", "channel", 32, 64, 128]), with_zero=st.booleans(), seed=st.integers(0, 99),
@@ -307,6 +308,7 @@ def test_weights_as_floats(columns, outputs, bits, signed, per, with_zero, seed)
     assert (memory[[0, -1]] == 7).all()  # nothing else is written
 
 
+@pytest.mark.one_in(3)
 @needs_numba
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_many_rows_in_several_pieces(bits, monkeypatch):

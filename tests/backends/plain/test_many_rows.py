@@ -26,7 +26,7 @@ def many(weight, bias=None, arranges=False):
 
 
 @needs_numba
-@settings(max_examples=36, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(MAX_ROWS + 1, 40), words=st.integers(8, 40), outputs=st.integers(1, 70),
     form=st.sampled_from([*itertools.product((2, 3, 4, 5, 6), (True, False), (True, False)), (8, True, False)]),

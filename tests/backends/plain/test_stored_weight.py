@@ -26,7 +26,7 @@ def stored(weight, spec, axis):
     return kept, values, qp
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 70), (5, 3), (7, 64), (3, 130), (4, 5, 3), (6, 9, 3, 3), (2, 3, 1, 2, 2)]),
     bits=st.integers(2, 8),

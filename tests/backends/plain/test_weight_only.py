@@ -76,7 +76,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(name, recipe):
@@ -94,7 +94,7 @@ def test_a_layer_is_float_arithmetic_on_the_weights_that_the_integers_stand_for(
             torch.testing.assert_close(qmodel(x).double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 5), inputs=st.integers(1, 90), outputs=st.integers(1, 70), bias=st.booleans(),
     bits=st.integers(2, 8), per=st.sampled_from(["tensor", "channel", 1, 32, 64]),
@@ -144,6 +144,7 @@ BAGS = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recipe", [BITS8, BITS4, RECIPES["float16"]], ids=["int8", "int4", "float16"])
 @pytest.mark.parametrize(("options", "inputs"), BAGS.values(), ids=BAGS)
 def test_embeddings_and_bags(options, inputs, recipe):
@@ -173,6 +174,7 @@ def saved(value):
     return held.getvalue()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("recipe", "most"), [(BITS8, 0.27), (ALL_BITS4, 0.16)], ids=["int8", "int4"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_weights_are_as_small_in_memory_in_state_dicts_and_in_files(recipe, most, backend):
@@ -184,6 +186,7 @@ def test_weights_are_as_small_in_memory_in_state_dicts_and_in_files(recipe, most
     assert len(saved(qmodel)) <= (most + 0.03) * nbytes(model)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [BITS8, BITS4, RECIPES["float16"]], ids=["int8", "int4", "float16"])
 def test_copies_and_files_give_the_same(recipe):
     model = Text()
@@ -199,6 +202,7 @@ def test_copies_and_files_give_the_same(recipe):
         assert torch.equal(fresh(*inputs), wanted)
 
 
+@pytest.mark.slow
 def test_a_file_in_a_fresh_process(tmp_path):
     x = torch.randn(3, 70)
     qmodel = quantized(nn.Sequential(nn.Linear(70, 9)), BITS4, x)

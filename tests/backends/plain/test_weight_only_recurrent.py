@@ -70,7 +70,7 @@ def flat(value):
     return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flat(part)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(18)
 @ALL
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, recipe):
@@ -82,7 +82,7 @@ def test_is_the_float_layer_on_the_weights_that_the_integers_stand_for(kind, rec
             torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]), sizes=st.tuples(*[st.integers(1, 5)] * 4), bias=st.booleans(),
     states=st.booleans(), proj=st.integers(0, 3), recipe=st.sampled_from(sorted(RECIPES)),
@@ -106,6 +106,7 @@ def test_odd_shapes(kind, sizes, bias, states, proj, recipe):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "bits", "most"), [("LSTM", 8, 0.27), ("LSTM", 4, 0.16), ("GRU", 4, 0.16)])
 def test_size_and_what_the_ledger_says(kind, bits, most):
     model, x = settled(lambda: Net(kind, 128, 256, 2)), torch.randn(3, 1, 128)
@@ -117,6 +118,7 @@ def test_size_and_what_the_ledger_says(kind, bits, most):
     assert sum(e.saved_bytes for e in qmodel.ledger) == pytest.approx(nbytes(model) - nbytes(qmodel), rel=0.01)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("int8", "int4", "float16")])
 def test_copies_and_files_give_the_same(recipe):
     model, x = settled(lambda: Net("LSTM", 9, 14, proj_size=5)), torch.randn(4, 2, 9)

@@ -53,9 +53,10 @@ def check(kernel, spec, inputs, scale, function):
     return kernels[0], q
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("integers", [True, False], ids=["int_mm", "layer"])
 @pytest.mark.usefixtures("loops")
-@settings(max_examples=27, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_linear_layers(integers, data):
     """The product by `torch._int_mm`, and by the layer's kernel, as for large weights."""
@@ -136,6 +137,7 @@ def test_refusals():
     assert not PackedLinear.emits_float or DynamicLayer.refuses(PackedLinear, spec) is None
 
 
+@pytest.mark.slow
 def test_a_file_is_read_where_no_kernel_was_imported_before(tmp_path):
     """The file has only the name of the layer's kernel, so unpickling does not import it."""
     spec, _, _ = layer(4, 3)

@@ -40,6 +40,7 @@ def real_weight(kernel):
     return stored.floats(stored.empty()).double()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("post", [(), (nn.ReLU(),), (nn.GELU(),), (nn.GELU("tanh"),)], ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 def test_layers_of_few_and_of_many_rows(weight, post):
@@ -59,6 +60,7 @@ def test_layers_of_few_and_of_many_rows(weight, post):
             assert (error <= 2 * scale * real_weight(kernel).abs().max() + 1e-5).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 def test_few_rows_and_many_agree(weight):
     (kernel,) = (module for module in quantized(weight).modules() if isinstance(module, DynamicLinear))
@@ -95,6 +97,7 @@ def test_a_symmetric_grid_has_its_zero_point_in_the_kernel():
         torch.testing.assert_close(y.double(), wanted[:rows], rtol=1e-4, atol=1e-3)  # float32 sums
 
 
+@pytest.mark.one_in(4)
 @needs_numba
 @pytest.mark.parametrize(("rows", "most"), [(2, 16), (40, 16), (8, 4), (40, 4)])
 @pytest.mark.parametrize(

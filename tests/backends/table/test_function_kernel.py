@@ -116,6 +116,7 @@ def kernels(qmodel):
 NAME = "tests.backends.table.test_function_kernel.run"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 def test_a_function_runs_a_fusion(recipe, tmp_path):
     model = seeded(Network)
@@ -202,6 +203,7 @@ def own_linear(x, weight, bias, *, out):
     return F.linear(x.dequantize(), weight.dequantize(), bias)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 def test_a_function_runs_an_op(recipe):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4)).eval()
@@ -368,6 +370,7 @@ def run_weight_only(x, weight, bias, *, out, packed):
     return y if bias is None else y + bias
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("bits", "bias"), [(8, True), (8, False), (4, True)])
 def test_weight_only_layers(bits, bias, tmp_path):
     torch.manual_seed(0)

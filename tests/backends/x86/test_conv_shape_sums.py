@@ -41,6 +41,7 @@ def test_against_exact_sums(monkeypatch):
     check()
 
 
+@pytest.mark.slow
 def test_against_exact_sums_as_on_a_client_cpu():
     """CPUs with AVX-VNNI run oneDNN's kernels for it here, others those for AVX2."""
     code = f"from {__name__} import CASES, check; check(CASES[::3])"

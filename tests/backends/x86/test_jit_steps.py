@@ -16,6 +16,7 @@ pytestmark = needs_x86
 pytest.importorskip("numba")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("quick", [True, False], ids=["int_mm", "onednn"])
 @pytest.mark.parametrize("samples", [1, 33])
 @pytest.mark.parametrize("scale", [None, 0.5 / STATE])

@@ -24,7 +24,7 @@ pytestmark = needs_x86
 RECIPE = fxq.Recipe.static(backend="x86").with_optimize("coverage")
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_conv3d_of_any_shape(data):
     draw = data.draw
@@ -75,6 +75,7 @@ def test_refusals():
         Conv3d(LayerSpec(q, qp, None, X, None, post=PostOp("prelu")))
 
 
+@pytest.mark.one_in(2)
 @no_warnings
 @pytest.mark.parametrize("dims", [1, 3])
 def test_through_the_pipeline(dims):
@@ -89,6 +90,7 @@ def test_through_the_pipeline(dims):
     assert sqnr(model(x), quantized(x)) > 22
 
 
+@pytest.mark.one_in(2)
 @no_warnings
 @pytest.mark.parametrize("size", [5, 100])
 def test_batch_norm_of_its_own(size):

@@ -35,7 +35,7 @@ def slopes(kind: str, channels: int) -> torch.Tensor:
     return (drawn * 3 - 2) if kind != "one" else drawn.mul_(0.3)
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_conv_prelu_of_any_shape(data):
     draw = data.draw
@@ -99,6 +99,7 @@ def network(activation: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3)).eval()
 
 
+@pytest.mark.one_in(3)
 @no_warnings
 @pytest.mark.parametrize("activation", [nn.PReLU(), nn.PReLU(8), nn.LeakyReLU(0.2)], ids=str)
 def test_through_the_pipeline(activation):

@@ -58,6 +58,7 @@ def matmul(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("out", [None, *OUTS], ids=str)
 @pytest.mark.parametrize("post", [None, *(name for name in POSTS if name in OnednnLinear.posts)])
 def test_linear(post, out, matmul):
@@ -76,6 +77,7 @@ def test_linear(post, out, matmul):
     agree(linear(x), function(F.linear(real(x, X), -w, torch.ones(40).double())), out)
 
 
+@pytest.mark.slow
 @settings(max_examples=45, deadline=None)
 @given(st.data())
 def test_linear_of_one_row_in_float(data):

@@ -41,8 +41,9 @@ SIZE = st.sampled_from([1, 2, 3, 7, 16, 17, 33])
 FLAG = st.booleans()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("loops")
-@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(sorted(GATES)),
     sizes=st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 70]), SIZE, SIZE),
@@ -206,6 +207,7 @@ def quantized(model, preset, x, **options):
     return qmodel, [text for text in told(caught) if "verif" in text or "wrong" in text]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_runs_on_integers(kind, preset):
@@ -217,6 +219,7 @@ def test_runs_on_integers(kind, preset):
         assert sqnr(wanted, got) > decibels(30)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_fixed_range_of_the_state(kind):
     state = fxq.TensorSpec(symmetric=True, range="fixed")
@@ -260,6 +263,7 @@ CALIBRATED = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "options", "states"), CALIBRATED.values(), ids=CALIBRATED)
 def test_a_calibrated_range_of_the_state_is_as_good_as_a_dynamic_one(kind, options, states):
     """On data that calibration has not seen; it is the default of static."""

@@ -22,7 +22,7 @@ from tests.support.machine import needs_x86
 pytestmark = needs_x86
 
 
-@settings(max_examples=54, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_transposed_conv_of_any_shape(data):
     draw = data.draw
@@ -40,7 +40,7 @@ def test_transposed_conv_of_any_shape(data):
     agree(conv(image), F.conv_transpose2d(real(image, X), w, bias.double(), groups=groups, **options), out)
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_transposed_conv1d_of_any_shape(data):
     draw = data.draw

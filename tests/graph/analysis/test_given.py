@@ -20,6 +20,7 @@ class Masked(nn.Module):
         return self.together(self.linear(x), x, mask.unsqueeze(0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("together", "masks"),
     [

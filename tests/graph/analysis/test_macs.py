@@ -65,6 +65,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_as_torch_counts(name):
     model, *inputs = CASES[name]
@@ -78,7 +79,7 @@ def test_attention():
     assert ours(of_three(F.scaled_dot_product_attention), q, k, v) == 2 * 3 * 7 * 9 * (8 + 5)
 
 
-@settings(deadline=None, max_examples=18)
+@settings(deadline=None, max_examples=10)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(7, 12), st.integers(1, 2)
 )

@@ -124,6 +124,7 @@ def test_refused_lines(line, why):
         read(f"\nx: float32[3, 4] = input()\n{line}\nreturn x", **{"3": torch.ones(1)})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "line",
     [

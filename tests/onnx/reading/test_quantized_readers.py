@@ -66,6 +66,7 @@ def quantized_by_onnx_runtime(float_file, form, activations):
     return path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's exporter
 @pytest.mark.parametrize(("form", "activations"), [("QDQ", "QInt8"), ("QOperator", "QUInt8")])
 def test_a_file_of_onnx_runtimes_quantizer_runs_on_its_integers(float_file, form, activations):
@@ -82,6 +83,7 @@ def test_a_file_of_onnx_runtimes_quantizer_runs_on_its_integers(float_file, form
     assert (apart > 0.5).float().mean() <= 0.1  # in few values
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("preset", ["static", "weight_only"])
 def test_an_export_of_fxq_comes_back_with_its_grids(tmp_path, preset):
     torch.manual_seed(0)
@@ -172,6 +174,7 @@ def test_scales_that_are_no_grid_are_computed_as_written(scale):
     torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=1e-6)  # products in float32
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("mode", "sizes"),
     [("nearest", "L"), ("nearest", "8"), ("nearest", "H, W"), ("nearest", "8, 6"), ("linear", "8, 6")],
@@ -212,6 +215,7 @@ def dynamic_layer(op, weight, zero, layer_attributes="", scale=0.03):
     return parsed(body, inputs, outputs, constants)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, 0), (np.uint8, 119)])
 @pytest.mark.parametrize(("op", "shape"), [("MatMulInteger", (4, 3)), ("ConvInteger", (3, 2, 3, 3))])
 def test_layers_with_dynamic_ranges_run_on_integers(op, shape, dtype, zero):
@@ -280,6 +284,7 @@ def other_quantization(scale, dtype, zero=3):
     return parsed(body, f"{kind}[N, 4] x", f"{kind}[N, 3] y", constants, opset=21)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("scale", "dtype", "reason"),
     [

@@ -282,6 +282,7 @@ def test_local_response_norm(size):
     torch.testing.assert_close(fxq.read_onnx(model)(x), x / (1 + 0.5 / size * squares) ** 0.75, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("scale", [0.7, 1.5])
 @pytest.mark.parametrize("options", [
     'mode = "linear"', 'mode = "cubic"', 'mode = "nearest", nearest_mode = "round_prefer_ceil"',

@@ -21,6 +21,7 @@ def renamed(model, names):
     return model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_inputs_weights_and_values(name):
     weights = {"w": np.eye(3, dtype=np.float32) * 2, "v": np.arange(3, dtype=np.float32)}

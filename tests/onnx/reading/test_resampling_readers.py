@@ -16,6 +16,7 @@ def resizing(scale, shape, rounding="floor", coordinates="half_pixel"):
     return parsed(f"y = Resize<{options}>(x, , scales)", f"float[1, 2, {shape}] x", "float[1, 2, A, B] y", scales)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric", "pytorch_half_pixel", "half_pixel_symmetric"])
 @pytest.mark.parametrize("rounding", ["floor", "ceil", "round_prefer_floor", "round_prefer_ceil"])
 def test_nearest_values_of_dynamic_sizes(coordinates, rounding):

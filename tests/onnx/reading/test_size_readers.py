@@ -27,6 +27,7 @@ def checked(body, shapes, inputs="float[N, M] x", outputs="float[A, B] y", opset
             torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["Div(less, two)", "Mod<fmod = 1>(less, four)", "Div(n, minus)", "Mod(less, minus)"])
 def test_division_rounds_towards_zero(op):
     body = f"n = Shape<start = 0, end = 1>(x) less = Neg(n) q = {op} e = Neg(q) y = Slice(x, zero, e, zero)"
@@ -69,6 +70,7 @@ def test_indices_from_the_end_of_a_dynamic_axis():
     checked("y = Gather<axis = 0>(x, pair)", [(4, 3), (1, 6)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("opset", [13, 18])
 def test_equal_parts_of_a_dynamic_axis(opset):
     count = ", num_outputs = 3" if opset == 18 else ""

@@ -58,6 +58,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -97,6 +98,7 @@ class Alone(nn.Module):
         return self.own(q, k, v, attn_mask=mask, key_padding_mask=padding, average_attn_weights=not self.per_head)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("options", [{}, {"per_head": True, "batch_first": True}, {"kdim": 6, "vdim": 10}, OWN_KEYS])
 @pytest.mark.parametrize("masks", [(None, None), (drawn(L, S), None), (drawn(H, L, S), torch.arange(S) >= 5)])
@@ -132,6 +134,7 @@ class Called(nn.Module):
         return y + weights.sum()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "options",
     [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"split": True}, {"add_bias_kv": True}],
@@ -173,6 +176,7 @@ def test_attention_that_stays_a_module_may_return_both_outputs():
     assert set(qmodel.qparams()) == {"head"}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["reference", "x86"])
 @pytest.mark.parametrize("preset", ["static", "dynamic"])
 def test_keys_of_its_own_on_integers(preset, backend):

@@ -117,7 +117,7 @@ USES["nn.RNN"] = USES["nn.GRU"]
 CASES = [(kind, use) for kind, uses in USES.items() for use in uses]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize(("kind", "use"), CASES, ids=lambda value: str(value))
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 def test_values_are_used_in_any_way(kind, use, options):
@@ -125,7 +125,7 @@ def test_values_are_used_in_any_way(kind, use, options):
     check(Net(module, USES[kind][use]), data())
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]),
     sizes=st.tuples(*[st.integers(1, 4)] * 5),
@@ -154,6 +154,7 @@ def test_any_module(kind, sizes, flags, states, proj):
         check(WithStates(module, lambda rnn, x, h, c: (rnn(x, hx=h), c)), (x, *pair))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(N, C), (1, C), (C,)], ids=str)
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])

@@ -21,7 +21,7 @@ LAYERS = {
 FUNCTIONS = {"hardtanh": lambda x: F.hardtanh(x, -0.3, 0.5)}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("conv", LAYERS)
 def test_conv_act(conv, act):
@@ -37,6 +37,7 @@ def test_conv_act(conv, act):
     check_numbers(model, x, before, behind)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("conv", LAYERS)
 def test_conv_prelu(conv):
     layer, shape, padding = LAYERS[conv]
@@ -55,7 +56,7 @@ SUMS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("spelled", SUMS)
 @pytest.mark.parametrize("conv", ["conv1d", "conv2d", "conv3d"])
 @pytest.mark.parametrize("relu", [False, True])
@@ -95,6 +96,7 @@ def test_a_convolution_added_to_its_input():
     check_numbers(model, x, before, behind)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("forward", "rule", "node", "reason"),
     [

@@ -22,6 +22,7 @@ def pooled(m, x):
     return F.max_pool2d(m.layer(x), 3, 1, 1), F.max_pool2d(m.branch(x), 3, 1, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_add_relu(swapped):
     def forward(m, x):
@@ -60,6 +61,7 @@ def returned_too(m, x):
     return m.other(F.relu(c)), c
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -74,6 +76,7 @@ def test_refuses(forward, reason):
     check_refused("add_relu", "relu", reason, *fused(layer, SHAPE, forward))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spelled", [torch.mul, lambda a, b: a * b, lambda a, b: b.mul(a)])
 def test_mul_relu(spelled):
     model, x, before, behind = fused(layer, SHAPE, lambda m, x: m.other(F.relu(spelled(*pooled(m, x)))))

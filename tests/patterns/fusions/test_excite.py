@@ -36,6 +36,7 @@ def excited(m, x):
     return y, gate(m, F.adaptive_avg_pool2d(y, 1))
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("pool", OPTIONS)
 @pytest.mark.parametrize(("act", "function"), list(itertools.product(FUNCTIONS, GATES)))
 def test_every_variant(act, function, pool):
@@ -81,6 +82,7 @@ def test_the_module():
     assert torch.equal(inner.bias, model[1].fc1.bias)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dim", [(-1, -2), (3, 2), [2, -1]], ids=str)
 def test_the_same_axes(dim):
     model, x, before, behind = fused(
@@ -103,6 +105,7 @@ def test_a_value_that_others_read_and_a_result_in_float():
 POOLED, MEAN = "squeeze_excite_relu_sigmoid", "squeeze_excite_mean_relu_sigmoid"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("forward", "rule", "reason"),
     [
@@ -123,6 +126,7 @@ def test_refuses(forward, rule, reason):
     check_refused(rule, node, reason, model, x, before, behind)
 
 
+@pytest.mark.slow
 def test_refuses_larger_kernels_and_padding():
     """A kernel of more than a pixel reads padding; of one pixel it may, too."""
     for options, rule in [({"kernel_size": 3, "padding": 1}, "padding"), ({"kernel_size": 1, "groups": 2}, "groups")]:

@@ -21,7 +21,7 @@ def no_bias():
     return nn.Linear(6, 6, bias=False)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("shape", ["rows", "tokens"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_linear_act(act, shape):
@@ -53,6 +53,7 @@ def test_without_bias():
     check_numbers(model, x, before, behind)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("make", [layer, no_bias])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
@@ -69,6 +70,7 @@ def test_linear_add(relu, swapped, make):
     check_numbers(model, x, before, behind)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("forward", "rule", "node", "reason"),
     [

@@ -46,6 +46,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_loops_are_kept_in_the_folder_that_fxq_cache_names_and_read_where_it_is_read_only(run, tmp_path):
     assert run(COMPILE, tmp_path / "cache").stdout.split() == ["7", "0", "0"]
     assert list((tmp_path / "cache" / "numba").rglob("*.nbc"))

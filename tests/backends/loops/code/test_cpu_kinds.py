@@ -213,6 +213,7 @@ def run_with(environment, before=""):
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx2" not in [kind.name for kind in emitted.PLAYED[1:]], reason="needs a CPU larger than AVX2")
 def test_numba_compiles_for_the_kind_that_is_played():
     out, error = run_with({"FXQ_CPU_KIND": "avx2"})

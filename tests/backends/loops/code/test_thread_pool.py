@@ -52,6 +52,7 @@ def pool(request):
     pool.stop()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("parts", [2, 3, 32])
 def test_each_step_sees_the_results_of_all_parts_of_the_step_before(pool, parts):
     """Every byte travels through all threads. A step that began too early would copy an older value."""
@@ -230,6 +231,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process():
     """Threads that wait for work neither keep the process alive nor crash it. Functions at exit may run programs."""
     done = in_new_python(EXIT)

@@ -85,7 +85,7 @@ def inside(area, image):
 
 
 @given(lives())
-@settings(max_examples=135)
+@settings(max_examples=74)
 def test_what_lives_at_once_shares_no_memory(areas):
     """A program that writes each area as its step comes finds it as it was at its last step, and borders untouched."""
     arena = lay_out(areas)
@@ -105,6 +105,7 @@ def test_what_lives_at_once_shares_no_memory(areas):
                 assert not any(area.border) or (image == area.zero).all()
 
 
+@pytest.mark.slow
 @given(lives())
 def test_areas_in_use_at_once_do_not_overlap_with_their_slack(areas):
     """Up to `SLACK_BYTES` bytes after a value belong to it: two that live at once are that far apart."""

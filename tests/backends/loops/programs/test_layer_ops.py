@@ -18,6 +18,7 @@ PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 # ---- linear
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(5, 33), (2, 16), (2, 7, 16), (1, 1, 5), (2, 3, 4, 17), (1, 2, 2, 64)])
 @pytest.mark.parametrize("columns", [1, 16, 21])
 def test_linear_layers_on_any_axes(shape, columns):
@@ -86,6 +87,7 @@ def test_weights_on_other_grids(about, reason):
 # ---- conv2d
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("channels", "columns"), [(1, 16), (3, 16), (5, 17), (33, 5), (17, 33), (64, 1)])
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("stride", [1, 2])
@@ -94,6 +96,7 @@ def test_convolutions(channels, columns, size, stride):
     check_both(draft, draft.conv(draft.image(2, channels, 9, 8), columns, size, stride=(stride, stride)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", [(2, 2), (4, 3), (1, 6)])
 @pytest.mark.parametrize("dilation", [1, 3])
 @pytest.mark.parametrize("groups", [1, 32])
@@ -191,6 +194,7 @@ def transposed(draft, x, columns, size, stride, padding=0, output_padding=0, has
     return draft.op("conv_transpose2d", x, draft.weight(channels, columns, size, size, axis=1), *bias, **about)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("channels", "columns", "size", "stride", "padding", "output_padding"),
     [
@@ -216,7 +220,7 @@ def test_transposed_convolutions(channels, columns, size, stride, padding, outpu
     check(draft, draft.quantize(draft.op("silu", y)))
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from([3, 16, 20]), st.sampled_from([1, 7, 16]), PAIRS, PAIRS, PAIRS, st.integers(0, 3),
     st.integers(0, 2**16),
@@ -284,6 +288,7 @@ def norm(draft, x, has_weight=True):
     return draft.op("batch_norm", x, *statistics, *about, eps=1e-3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(2, 16, 5, 4), (2, 33, 1, 1), (2, 64, 3, 3), (2, 144, 3, 3), (2, 16), (5, 40)])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_norms_of_integers(shape, has_weight):

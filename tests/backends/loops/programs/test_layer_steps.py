@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 CHANNELS = st.sampled_from([1, 3, 5, 16, 17, 33, 64])
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
-quick = settings(max_examples=27, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 
 
 # ---- products
@@ -62,6 +62,7 @@ def test_depthwise_convolutions_of_any_window(batch, channels, kernel, stride, d
     check_both(draft, draft.op("conv2d", x, weight, **about))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("function", ["relu", "silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid"])
 @pytest.mark.parametrize("groups", [1, 80])
 def test_functions_of_layers(function, groups):
@@ -71,6 +72,7 @@ def test_functions_of_layers(function, groups):
     check(draft, draft.quantize(y))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("channels", [16, 40, 64, 80, 128])
 @pytest.mark.parametrize("is_depthwise", [False, True])
 def test_slopes_of_each_channel(channels, is_depthwise):
@@ -234,6 +236,7 @@ def test_a_convolution_of_one_pixel_in_float():
 # ---- residuals
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("channels", [3, 16, 17, 64])
 @pytest.mark.parametrize("function", [None, "relu", "relu6", "silu", "hardswish", "leaky_relu", "prelu"])
 def test_a_layer_adds_integers(channels, function):

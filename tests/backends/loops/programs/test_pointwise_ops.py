@@ -36,6 +36,7 @@ def test_functions_of_an_input(name, shape):
     check_both(draft, draft.op(name, draft.qdq(x), **FUNCTIONS[name]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("columns", [5, 16, 33])
 def test_a_layer_computes_its_function(name, columns):

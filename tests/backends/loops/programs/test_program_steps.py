@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_cpu
 
 CHANNELS = st.sampled_from([1, 3, 5, 15, 16, 17, 32, 33, 40])
 SIZES = st.tuples(st.sampled_from([1, 2, 5]), CHANNELS, st.integers(1, 7), st.integers(1, 7))
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 
 
 @given(st.floats(0.001, 1.0), st.integers(0, 255), st.floats(-9, 9), st.floats(-9, 9))

@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("channels", [1, 3, 16])
@@ -147,7 +147,7 @@ def grown(draft, values, op, left, right):
     return draft.quantize(value, GRID)
 
 
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=11, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(OPS), PLACES, PLACES), min_size=1, max_size=8), PLACES, PLACES)
 def test_regions_of_any_ops(ops, first, second):
     draft = Draft(len(ops))
@@ -362,6 +362,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_is_one_region(name):
     make, channels = NETWORKS[name]
@@ -390,6 +391,7 @@ def test_residuals_are_added_by_layers():
     assert residuals.count(True) >= 1
 
 
+@pytest.mark.slow
 def test_a_network_whose_gate_is_in_float():
     """A layer that reads a mean is float, and the program computes it, too."""
     model, x = settled(Mobile), torch.randn(2, 3, 16, 16)

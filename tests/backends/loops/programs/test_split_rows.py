@@ -64,6 +64,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [*KINDS, "mean", "gate", "add"])
 @pytest.mark.parametrize("threads", THREADS)
 def test_images(kind, threads):
