@@ -32,7 +32,7 @@ from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.cannot_trace import CannotTrace, around
 from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.failure import Untraceable
+from fxq.tracing.failure import StateError, locate_failure
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.proxies import is_value
@@ -143,7 +143,8 @@ def _traced(
         return kept
     if breaks:
         why = breaks[0].why
-        raise TraceError(why) from Untraceable(why)  # with a cause, parts of the model are tried
+        # with a cause, parts of the model are tried: code that stays in Python keeps the state
+        raise TraceError(why) from (StateError(why) if run.has_state_of_its_own() else None)
     context.divisible = _counts_samples(context, gm) if divisible is None else divisible
     if written:
         warn(_UNWRITTEN.format(names=", ".join(written), model=type(context.model).__name__))
@@ -296,7 +297,8 @@ def _check_state_of(run: FloatRun, leaves: tuple[str, ...]) -> Iterator[KeptStat
 def _check_example(context: Context, run: FloatRun) -> None:
     """Raise `InputError` if the float model does not run on the example."""
     if run.error is not None:
-        problem = f"the model does not run on the example {context.example}: {words_of(run.error)}"
+        place = locate_failure(context.model, run.error).place
+        problem = f"the model does not run on the example {context.example}: {place}: {words_of(run.error)}"
         raise InputError(problem) from run.error
 
 

@@ -393,7 +393,7 @@ def test_the_second_remedy_works():
 
 def test_any_error_in_forward_names_its_line():
     model = module(lambda self, x: self.conv(x) * (1 / 0), conv=nn.Conv2d(3, 3, 1))
-    refused(model, fxq.TraceError, "test_bad_input.py:", "division by zero")
+    refused(model, fxq.InputError, "does not run on the example", "test_bad_input.py:", "division by zero")
 
 
 # ---- the recipe

@@ -247,7 +247,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 _CONTAINERS = (dict, list, deque, set)
 _HOOK_FLAGS = ("_output_capturing_hooks_installed",)
-"""Attributes by which transformers notes that a first call has installed hooks. They stay, as the hooks do."""
+"""Attributes by which transformers notes that a first call has installed hooks, which stay: they are not restored."""
 _WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 
 

@@ -259,8 +259,8 @@ def _encoder_example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         call = _call_of(model.get_encoder())
         if not call:
             raise InputError(
-                f"{type(model).__name__} takes {model.main_input_name}, of which fxq has no example. Quantize its "
-                "encoder alone, with example_inputs, and keep the decoder in float."
+                f"{type(model).__name__} takes {model.main_input_name}, for which fxq has no example inputs. Quantize "
+                "its encoder alone, with example_inputs, and keep the decoder in float."
             )
         return call
     frames = config.max_source_positions * 2  # the encoder halves their number

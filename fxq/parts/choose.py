@@ -314,15 +314,15 @@ def hooked_run(model: nn.Module) -> Iterator[tuple[list[Any], MacCounter]]:
             handle.remove()
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
-    """Run a model on a copy of a batch, with seeded random numbers.
+def call(model: nn.Module, batch: Batch, seed: int = 0) -> Any:
+    """Run a model on a copy of a batch, with random numbers of a seed.
 
     Raises:
         InputError: the model does not run on it.
     """
     inputs = copied(batch)
     try:
-        with seeded(), torch.inference_mode(False), torch.no_grad(), without_autocast():
+        with seeded(seed), torch.inference_mode(False), torch.no_grad(), without_autocast():
             return model(*inputs.args, **inputs.kwargs)
     except FxqError:
         raise

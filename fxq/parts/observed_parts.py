@@ -97,7 +97,8 @@ class ObservedParts(nn.Module):
             ranks: the processes that calibrate together.
 
         Raises:
-            InputError: several processes calibrate together; the checkpoint is of another model, recipe or data.
+            InputError: several processes calibrate together; the checkpoint is of another model, recipe or data, or the
+                model keeps a state between calls.
         """
         if ranks is not None and ranks.size > 1:
             raise InputError(
@@ -105,6 +106,11 @@ class ObservedParts(nn.Module):
                 "fxq.calibrate(observed, all_data, group=None) on one rank."
             )
         run = self.run
+        if run.keeps_state and checkpoint is not None:
+            raise InputError(
+                f"{type(self.model).__name__} keeps a state between calls, which the batches that a checkpoint covers "
+                "would not change. Calibrate without a checkpoint."
+            )
         few, file = not run.calibrated, self._resumed(checkpoint, every, length) if checkpoint is not None else None
         count, bar = 0, progress_bar("calibrating", length, progress)
         outside = CodeState.of(run.model).bindings
@@ -115,7 +121,7 @@ class ObservedParts(nn.Module):
                 self._note(batch)
                 if file is None or not file.covers(i, batch):
                     with naming_batch(i, batch):
-                        call(self.model, batch)
+                        call(self.model, batch, seed=i)
                     if file is not None:
                         file.add(batch)
                 count = i + 1

@@ -60,6 +60,7 @@ class PartsRun:
         weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
         uncalled: for parts that the copy of the model does not call, the reason.
         checked: first batches of the data, on which the output is checked.
+        keeps_state: whether code that stays in Python keeps a state between calls.
         is_fixed: whether no further graphs can be added, since a checkpoint holds the state of each graph.
     """
 
@@ -73,6 +74,7 @@ class PartsRun:
     weights: dict[str, Tensor] = field(default_factory=dict)
     uncalled: dict[str, str] = field(default_factory=dict)
     checked: list[Batch] = field(default_factory=list)
+    keeps_state: bool = False
     is_fixed: bool = False
 
     def begin(self, why: str) -> PartsRun:

@@ -127,7 +127,7 @@ def _unknown_keyword(names: list[str], kwargs: Mapping[str, Any]) -> str:
     if not unknown or any(name.startswith("**") for name in names):
         return ""
     left_out = (
-        " (a keyword that the example leaves out is none, if forward takes *args)"
+        " (if forward takes *args, only keywords that the example passes are inputs)"
         if any(name.startswith("*") for name in names)
         else ""
     )

@@ -34,6 +34,10 @@ class Untraceable(Exception):
         self.node, self.remedy = node, remedy
 
 
+class StateError(Untraceable):
+    """Error for a forward that keeps a state between calls, which a copy of the model has for itself."""
+
+
 @dataclass(frozen=True)
 class TraceFailure:
     """Place and reason of a failed trace.

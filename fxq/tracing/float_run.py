@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, samples_in
-from fxq.common.hooks import recorded_calls
+from fxq.common.hooks import forward_hooks, recorded_calls
 from fxq.common.isolation import ModelChanges, computed_tensors, copied, drawn, untouched
 from fxq.common.iterators import IteratorStandIn
 from fxq.common.metrics import tensors
@@ -74,6 +74,7 @@ class FloatRun:
     changes_state: bool = False
     stream: list[Batch] = field(default_factory=list)
     streamed: list[list[Tensor]] = field(default_factory=list)
+    _changes_more: bool = False  # parameters, state outside of the model, or global generators of random numbers
 
     def __post_init__(self) -> None:
         self.code, draws = CodeState.of(self.model), list[str]()
@@ -87,6 +88,7 @@ class FloatRun:
             return
         kinds = (changes.buffers, changes.parameters, changes.attributes, changes.in_place, changes.outside)
         self.changes_state = any(kinds)
+        self._changes_more = bool(draws or changes.parameters or changes.outside)
         changes.parameters = [name for name in changes.parameters if not self._is_read_normed(name)]
         self.written = frozenset(changes.parameters)
         self.kept = [*self._random(draws), *self._remembered(changes), *self._written(changes)]
@@ -105,6 +107,32 @@ class FloatRun:
     def untouched(self) -> AbstractContextManager[ModelChanges]:
         """Context that undoes all state changes of the model's code, also in parameters and outside its modules."""
         return untouched(self.model, self.code.bindings, watches=True)
+
+    def has_state_of_its_own(self) -> bool:
+        """Whether a copy of the model has a state of its own, which changes the results of its calls as in the model.
+
+        It does not if the state is outside of the model, or in an object that copies share, or if a hook reads it.
+        """
+        hooked = any(forward_hooks(module) for module in self.model.modules() if module is not self.model)
+        if self.error is not None or self._changes_more or hooked:
+            return False
+        try:
+            own = copy.deepcopy(self.model, computed_tensors(self.model))
+            with self.untouched() as changes:
+                got = self._repeated(own)
+                is_apart = not changes.so_far()
+            with self.untouched() as changes:
+                expected = self._repeated(self.model)
+        except (
+            Exception
+        ):  # attributes that cannot be copied, and a forward that runs only once, raise any type of error
+            return False
+        more = changes.parameters or changes.outside
+        return is_apart and not more and all(same_values(a, b) for a, b in zip(got, expected, strict=True))
+
+    def _repeated(self, model: nn.Module) -> list[list[Tensor]]:
+        """Tensors that a model returns for the example, of a few calls in sequence."""
+        return [list(tensors(call(model, self.example, self.fixed))) for _ in range(_REPEATS)]
 
     def read_changes(self, changes: ModelChanges) -> dict[tuple[str, str], Any]:
         """State changed so far that the model's code reads, by module path and name: its value if it is a plain one."""

@@ -7,6 +7,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -374,7 +375,7 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is a leaf: named by the recipe, in the op table, or a module of torch.
 
-        Of the latter, nn.Transformer only calls its encoder and decoder, and is traced.
+        nn.Transformer is an exception: it only calls its encoder and decoder, and is traced.
         """
         if is_kept(module_qualified_name, self.leaves):
             return True
@@ -414,6 +415,8 @@ class Tracer(fx.Tracer):
                 raise Untraceable(_TORCHSCRIPT)
             result = super().call_module(m, forward, args, kwargs)
             self._check_swallowed(refusals)
+            if self.is_leaf_module(m, path):
+                self._show_to_hooks(m, args, kwargs, result)
             if self.record and not self.is_leaf_module(m, path):
                 with untraced():
                     self.outputs.append((path, copied(list(example_tensors(result)))))
@@ -425,6 +428,20 @@ class Tracer(fx.Tracer):
             if self.strict or self.is_leaf_module(m, path):
                 raise
             return self._keep(m, path, args, kwargs, error)
+
+    def _show_to_hooks(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Call the forward hooks of a leaf with its traced result, which forward reads where a hook stores it.
+
+        The graph calls the leaf with its hooks, so what they return here does not matter.
+        """
+        refusals = len(self.assumptions.refusals)
+        for key, hook in m._forward_hooks.items():
+            with suppress(Exception):  # hooks that need values, such as those that print them, raise any type of error
+                if key in m._forward_hooks_with_kwargs:
+                    hook(m, args, kwargs, result)
+                else:
+                    hook(m, args, result)
+        del self.assumptions.refusals[refusals:]
 
     def _check_swallowed(self, start: int) -> None:
         """Raise the first refusal from index `start` on, if any.

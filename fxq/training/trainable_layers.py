@@ -238,7 +238,7 @@ class TrainableLayers:
 
 
 def _as_stored(grid: QParams) -> Iterator[QParams]:
-    """A chosen grid of a weight, and with blocks also the grid whose scales insert-qdq has stored in float16."""
+    """The chosen grid of a weight; for blocks also with its scales in float16, as insert-qdq stores them."""
     yield grid
     if grid.block is not None:
         yield replace(grid, scale=grid.scale.to(scale_dtype(grid.scale)).float())

@@ -38,7 +38,7 @@ def test_texts_about_images():
 def test_the_encoder_of_other_inputs_is_refused(monkeypatch):
     model = captioner()
     monkeypatch.setattr(type(model.encoder), "main_input_name", "clouds")
-    with pytest.raises(fxq.InputError, match="VisionEncoderDecoderModel takes pixel_values, of which fxq has no"):
+    with pytest.raises(fxq.InputError, match="VisionEncoderDecoderModel takes pixel_values, for which fxq has no"):
         fxq.quantize(model, "weight_only")
 
 

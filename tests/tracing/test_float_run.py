@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import threading
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -205,6 +206,75 @@ def test_a_model_with_state_is_right_in_parts_on_a_stream(kind):
         with torch.no_grad():
             expected, got = (torch.stack([m(x) for x in batches(24)]) for m in (own, current))
         assert sqnr(expected, got) > 30
+
+
+class InThread(Layers):
+    def prepare(self):
+        self.local = threading.local()
+        self.local.n = 0
+
+    def step(self, y):
+        self.local.n += 1
+        return y * self.local.n
+
+
+class Hooked(EveryThird):
+    """Layer whose hook reads the state of the model around it."""
+
+    def prepare(self):
+        super().prepare()
+        self.a.register_forward_hook(self.scaled)
+
+    def scaled(self, layer, inputs, y):
+        return y * (1 + self.n % 2)
+
+
+class Clamps(EveryThird):
+    def step(self, y):
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return super().step(y)
+
+
+@pytest.mark.parametrize("kind", [InThread, Hooked, Clamps])
+def test_a_state_that_a_copy_of_the_model_would_share_is_refused(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    weight = model.a.weight.detach().clone()
+    with pytest.raises(fxq.TraceError):
+        fxq.quantize(model, REFERENCE, data=batches(4))
+    assert torch.equal(model.a.weight, weight)
+
+
+def test_a_model_with_state_is_calibrated_without_a_checkpoint(tmp_path):
+    with pytest.raises(fxq.InputError, match=r"keeps a state between calls.*without a checkpoint"):
+        fxq.quantize(InAttribute().eval(), REFERENCE, data=batches(4), checkpoint=tmp_path / "c")
+
+
+class Features(Layers):
+    """Forward that reads what hooks of its layers store."""
+
+    def __init__(self, through):
+        super().__init__()
+        self.features = {}
+        hooks = {"method": self.keep, "closure": lambda m, inputs, y: self.features.update(a=y)}
+        self.a.register_forward_hook(hooks[through])
+
+    def keep(self, layer, inputs, y):
+        self.features["a"] = y
+
+    def step(self, y):
+        return torch.relu(y) + self.features["a"].mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("through", ["method", "closure"])
+def test_what_a_hook_of_a_layer_stores_is_no_constant(through):
+    torch.manual_seed(0)
+    model = Features(through).eval()
+    qmodel = fxq.quantize(model, REFERENCE, data=batches(8))
+    with torch.no_grad():
+        expected, got = (torch.stack([m(x) for x in batches(8, seed=1)]) for m in (model, qmodel))
+    assert sqnr(expected, got) > 30
 
 
 @pytest.mark.one_in(12)

@@ -109,14 +109,17 @@ class JitUnits(RowBackend):
         return calls[0].op.name in _ROWS and (dynamic or calls[0].op.name != "linear")
 
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
-        """How many of the first ops a kernel runs. Loops run no linear layer whose weight they cannot read."""
+        """How many of the first ops a kernel runs.
+
+        Linear layers whose stored weight the loops cannot read are not supported.
+        """
         support, spec = super().supports(gm, node, calls, config), config.weight
         if support.ops and calls[0].op.name == "linear" and config.activation is not None and spec is not None:
             weight = calls[0].tensors["weight"]
             value = constant(gm, weight) if isinstance(weight, fx.Node) else None
             reason = None if value is None else many_rows_refused(_stored_like(value.shape[1:], spec))
             if reason is not None:
-                return Support(0, f"no loop of {self.name} runs it: {reason}")
+                return Support(0, f"{self.name} has no kernel for it: {reason}")
         return support
 
     def is_own(self, region: Region) -> bool:
@@ -142,7 +145,7 @@ class JitUnits(RowBackend):
 
 
 def _stored_like(row: Sequence[int], spec: TensorSpec) -> StoredWeight:
-    """Weight of one row of this shape, which is stored as a spec says."""
+    """Placeholder weight of one row of this shape, in the form in which a spec stores it."""
     values = torch.zeros((1, *row), dtype=spec.dtype, device="cpu")
     packing = Packing.of_grid(spec.qmin, spec.qmax, tuple(row))
     blocks = 1 if spec.block is None else -(-values.shape[1] // spec.block)

@@ -165,7 +165,7 @@ def _lowest(stored: StoredWeight) -> float:
 
 
 def zeros_of(stored: StoredWeight) -> Tensor:
-    """Zero points of the values as the loops read them, counted from the lowest value of packed ones.
+    """Zero points of the integers as the loops read them: packed integers are read as unsigned ones.
 
     Returns:
         (O or 1, number of scales of a row).
@@ -189,7 +189,7 @@ def refused(stored: StoredWeight) -> str | None:
     if not has_memory(values, scale, zero_point) or not values.is_contiguous():
         return "its weight is not in contiguous CPU memory"
     if values.dim() != 2 or _bytes_as_read(stored) < _CHUNK:
-        return f"a row of its weight has less than {_CHUNK} bytes"
+        return f"a row of its weight has fewer than {_CHUNK} bytes"
     if stored.axis not in (None, 0) if stored.block is None else stored.axis != 1:
         return "its scales are not by row of the weight, or by group of a row"
     (columns,), block = stored.row, stored.block
@@ -197,5 +197,5 @@ def refused(stored: StoredWeight) -> str | None:
         return None
     is_packed = stored.packing is not None and stored.packing.bits == 4
     if block % _CHUNK or (is_packed and values.shape[1] % _CHUNK):
-        return f"its groups, or half a row of 4-bit values, are no multiples of {_CHUNK} values"
+        return f"its block size, or half a row of 4-bit values, is not a multiple of {_CHUNK}"
     return None

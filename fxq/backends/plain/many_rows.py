@@ -75,10 +75,10 @@ def many_rows_refused(stored: StoredWeight) -> str | None:
         return why
     is_in_halves = stored.packing is not None and stored.packing.bits == 4
     if (stored.values.shape[1] if is_in_halves else stored.row[0]) % _WORD:
-        return f"a row of its weight, or half a row of 4-bit values, is no multiple of {_WORD} values"
+        return f"a row of its weight, or half a row of 4-bit values, is not a multiple of {_WORD} values"
     if stored.packing is None:
         is_symmetric = stored.values.dtype == torch.int8 and stored.zero_point is None
-        return None if is_symmetric else "its 8-bit values are unsigned or have zero points"
+        return None if is_symmetric else "its values of one byte are unsigned or have zero points"
     if is_in_halves and stored.row[0] % 2:
         return "a row of its weight has an odd number of values"
     zero, bits = _packed_zeros(stored), stored.packing.bits

@@ -1,4 +1,4 @@
-"""`SplitProduct`: product of many rows of floats with a low-bit weight on a CPU with AMX, exact as that of float32."""
+"""`SplitProduct`: product of many rows of floats with a low-bit weight on a CPU with AMX, as exact as in float32."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def split_refused(stored: StoredWeight) -> str | None:
     zero, bits = zeros_of(stored), 8 if stored.packing is None else stored.packing.bits
     low = -128 if stored.packing is None and stored.values.dtype == torch.int8 else 0
     if not torch.equal(zero, zero.round()):
-        return "its zero points are no whole numbers"
+        return "its zero points are not whole numbers"
     largest = torch.maximum(low + 2**bits - 1 - zero, zero - low).max()
     return None if largest <= _MAX_MAGNITUDE else f"its values are more than {_MAX_MAGNITUDE} from their zero points"

@@ -1,4 +1,4 @@
-"""Machine code for products of rows of float32 with integers of a weight on CPUs with AMX, exact as those of float32.
+"""Machine code for products of rows of float32 with integers of a weight on CPUs with AMX, as exact as in float32.
 
 A float32 is the sum of three bfloat16, which have 8 bits each of its 24, and an integer of a weight of up to 8 bits is
 a bfloat16. So three products of AMX, whose sums are float32, make one of float32::
@@ -45,7 +45,7 @@ WEIGHT_STEP_BYTES = PANELS * TILE_BYTES
 ROWS_AT_ONCE = 2 * TILE_ROWS
 """Rows whose sums are in tiles at once."""
 SUMS_BYTES = 4 * ROWS_AT_ONCE * LANES * PANELS
-"""Bytes of the sums of these rows."""
+"""Bytes of the sums of `ROWS_AT_ONCE` rows and `PANELS` tiles of columns."""
 BLOCK_COUNTS = (2, 1)
 """Numbers of blocks whose sums are scaled at once."""
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -53,7 +53,7 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 @on_addresses
 def split_row(b, x, count, out):
-    """Write `STEP_DEPTH` numbers of a row, of which `count` exist and the others are 0, as a row of three tiles.
+    """Write `STEP_DEPTH` numbers as one row of each of three tiles. Numbers from `count` on are 0.
 
     `x` is the address of the first number, `out` that of the row of the first tile. An infinite number or NaN is in the
     first tile only.
@@ -94,7 +94,7 @@ def _all(value: int) -> Any:
 
 
 class PairsOfWords(NamedTuple):
-    """Integers of 8 bits that become bfloat16 of the tiles of a weight.
+    """Arguments of the code that writes integers of 8 bits as pairs of bfloat16, in the tiles of a weight.
 
     Fields are int64 in loops and LLVM values in the code here.
 
@@ -150,7 +150,7 @@ class SplitTiles(NamedTuple):
 
     Attributes:
         x: Address of the tiles of the first 16 rows, `TERMS` for each step.
-        x_bytes: Bytes from there to those of the next 16 rows.
+        x_bytes: Stride to the tiles of the next 16 rows, in bytes.
         weight: Address of the tiles of the weight, `PANELS` for each step.
         steps: Number of steps, of `STEP_DEPTH` products.
         zeros: Address of `ROW_BYTES` bytes that are 0.
@@ -198,7 +198,7 @@ one_split_tile, two_split_tiles = _sums_of_split_tiles(1), _sums_of_split_tiles(
 
 
 class ScaledSums(NamedTuple):
-    """Sums of some blocks of the weight, each of which has a scale per column, that are added to results.
+    """Sums of one or two blocks of the weight, to be scaled per column and added to the results.
 
     Fields are int64 in loops and LLVM values in the code here.
 

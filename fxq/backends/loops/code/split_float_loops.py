@@ -54,17 +54,16 @@ MAX_ROWS = 512
 _BLOCK_PANELS = 4
 """Groups of 32 columns that are unpacked at once."""
 _DEPTH = 1024
-"""Numbers of a row that are multiplied at once. Packed values of other widths than 4 bits have units that it is a
-multiple of."""
+"""Numbers of a row that are multiplied at once: a multiple of `UNIT`, the unit of packed values."""
 _f = np.float32
 
 
 class SplitPartField(IntEnum):
-    """Fields of a part of the split of rows."""
+    """Fields of the steps that one thread splits."""
 
     COLUMNS = 0  # number of values of a row
     HALF = 1  # number of values of its first part
-    FIRST = 2  # first step to write, times `STEP_DEPTH`, and their end
+    FIRST = 2  # first value to write, a multiple of `STEP_DEPTH`, and their end
     END = 3
 
 

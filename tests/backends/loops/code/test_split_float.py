@@ -131,7 +131,7 @@ def test_weights_whose_values_are_no_bfloat16_are_refused():
     assert split_refused(weight) == "its values are more than 256 from their zero points"
     fraction = stored(5, 96, 4, True, "channel", False)
     object.__setattr__(fraction, "zero_point", torch.full((5,), 0.5))
-    assert split_refused(fraction) == "its zero points are no whole numbers"
+    assert split_refused(fraction) == "its zero points are not whole numbers"
 
 
 @pytest.mark.parametrize(("is_faster", "expected"), [(True, SplitProduct), (False, PanelProduct)])
