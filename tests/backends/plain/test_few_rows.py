@@ -150,12 +150,12 @@ def test_a_row_without_a_grid_leaves_others_alone():
 
 REFUSED = {
     "float16": (lambda: StoredWeight(torch.ones(4, 64).half(), None), "not stored in integers"),
-    "short": (lambda: stored(4, 31, 8, True, "channel", False), "less than 32"),
-    "short packed": (lambda: stored(4, 62, 4, True, "channel", False), "less than 32"),
-    "short unpacked": (lambda: stored(4, 31, 3, True, "channel", False), "less than 32"),
-    "small groups of 3 bits": (lambda: stored(4, 96, 3, True, 16, False), "multiples of 32"),
-    "small groups": (lambda: stored(4, 96, 8, True, 16, False), "multiples of 32"),
-    "half a row": (lambda: stored(4, 96, 4, True, 32, False), "multiples of 32"),
+    "short": (lambda: stored(4, 31, 8, True, "channel", False), "fewer than 32"),
+    "short packed": (lambda: stored(4, 62, 4, True, "channel", False), "fewer than 32"),
+    "short unpacked": (lambda: stored(4, 31, 3, True, "channel", False), "fewer than 32"),
+    "small groups of 3 bits": (lambda: stored(4, 96, 3, True, 16, False), "multiple of 32"),
+    "small groups": (lambda: stored(4, 96, 8, True, 16, False), "multiple of 32"),
+    "half a row": (lambda: stored(4, 96, 4, True, 32, False), "multiple of 32"),
     "by column": (lambda: StoredWeight(torch.ones(64, 64, dtype=torch.int8), torch.ones(64), None, 1), "by row"),
     "strided": (lambda: StoredWeight(torch.ones(64, 64, dtype=torch.int8).t(), torch.ones(64), None, 0), "contiguous"),
     "meta": (lambda: StoredWeight(torch.ones(4, 64, dtype=torch.int8, device="meta"), torch.ones(4)), "CPU"),

@@ -98,9 +98,9 @@ def test_threads_compute_the_same_numbers(outputs, monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "why"),
     [
-        (stored(4, 34, 8, True, "channel", False), "no multiple of 4"),
-        (stored(4, 70, 4, True, "channel", False), "no multiple of 4"),
-        (stored(4, 70, 3, True, "channel", False), "no multiple of 4"),
+        (stored(4, 34, 8, True, "channel", False), "not a multiple of 4"),
+        (stored(4, 70, 4, True, "channel", False), "not a multiple of 4"),
+        (stored(4, 70, 3, True, "channel", False), "not a multiple of 4"),
         (stored(4, 71, 4, True, "channel", False), "odd number"),
         (stored(4, 64, 8, True, "channel", True), "zero points"),
         (stored(4, 64, 8, False, "channel", False), "zero points"),
