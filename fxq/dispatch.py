@@ -33,7 +33,7 @@ from fxq.parts.quantize_parts import PartsRun
 from fxq.programs.quantized_programs import QuantizedPrograms, load_model
 from fxq.recipe.recipe import Recipe, as_recipe
 from fxq.report.report import write_comparison
-from fxq.tracing.failure import StateError
+from fxq.tracing.failure import StatefulForwardError
 from fxq.tracing.wrappers import unwrapped
 from fxq.workflow.calibrate import EVERY, Calibration, as_observed, first_of_all
 from fxq.workflow.compare_programs import compare_programs
@@ -206,7 +206,7 @@ def _prepared(model: nn.Module, recipe: Recipe, example: Batch, observe_all: boo
         except (TraceError, InputError) as failure:
             # an error without a cause is a refusal that parts cannot avoid: shared state, or values that are not finite
             error, why = failure, why_not(model, failure) if failure.__cause__ is not None else ""
-            run.keeps_state = isinstance(failure.__cause__, StateError)
+            run.keeps_state = isinstance(failure.__cause__, StatefulForwardError)
     parts, refused = _in_parts(run, why, observed, error) if why and not recipe.strict_trace else (None, "")
     if parts is not None:
         return parts

@@ -32,7 +32,7 @@ from fxq.recipe.selector import Selector, ancestors
 from fxq.rewriting.cannot_trace import CannotTrace, around
 from fxq.rewriting.functionalize import Functionalization
 from fxq.rewriting.rewriter import Rewriter
-from fxq.tracing.failure import StateError, locate_failure
+from fxq.tracing.failure import StatefulForwardError, locate_failure
 from fxq.tracing.fidelity import first_difference, part_for, same_values
 from fxq.tracing.float_run import FloatRun, KeptState
 from fxq.tracing.proxies import is_value
@@ -144,7 +144,7 @@ def _traced(
     if breaks:
         why = breaks[0].why
         # with a cause, parts of the model are tried: code that stays in Python keeps the state
-        raise TraceError(why) from (StateError(why) if run.has_state_of_its_own() else None)
+        raise TraceError(why) from (StatefulForwardError(why) if run.has_state_of_its_own() else None)
     context.divisible = _counts_samples(context, gm) if divisible is None else divisible
     if written:
         warn(_UNWRITTEN.format(names=", ".join(written), model=type(context.model).__name__))

@@ -34,7 +34,7 @@ class Untraceable(Exception):
         self.node, self.remedy = node, remedy
 
 
-class StateError(Untraceable):
+class StatefulForwardError(Untraceable):
     """Error for a forward that keeps a state between calls, which a copy of the model has for itself."""
 
 
