@@ -16,7 +16,8 @@ from fxq.quant.packing import Packing
 from tests.backends.plain.test_few_rows import EXACT, WIDTHS, stored
 
 emitted = pytest.importorskip("tests.support.emitted", reason="needs Numba", exc_type=ImportError)
-from fxq.backends.loops.code import machine_code, split_float_code  # noqa: E402
+from fxq.backends.loops.code import amx_code, machine_code, split_float_code  # noqa: E402
+from fxq.backends.loops.code.vectors import number  # noqa: E402
 
 pytestmark = pytest.mark.any_cpu
 
@@ -63,6 +64,43 @@ def test_what_is_not_finite_is_in_the_first_term():
 
 
 # ---- products
+
+
+def product_of_tiles(rows):
+    def make():
+        def code(b, tiles):
+            amx_code.configure.emit(b, tiles.state, number(64))
+            (split_float_code.two_split_tiles if rows == 2 else split_float_code.one_split_tile).emit(b, tiles)
+            amx_code.release.emit(b, tiles.state)
+
+        return machine_code.on_addresses(code)
+
+    return make
+
+
+def as_bfloat16(x):
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@needs_kind
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", emitted.WITH_AMX, ids=lambda kind: "emulated" if kind.is_played else "own")
+def test_products_of_tiles_add_all_terms(kind, rows):
+    """Sums of whole numbers are exact: three terms of each number of 64, times 32 columns of a weight."""
+    random, steps = np.random.default_rng(0), 2
+    x = random.integers(-100, 101, (rows, steps, split_float_code.TERMS, 16, 32))
+    weight = random.integers(-256, 257, (steps, split_float_code.PANELS, 16, 16, 2))
+    of_x, of_weight = map(as_bfloat16, (x, weight))
+    zeros, state = np.zeros(64, np.uint8), np.zeros(amx_code.STATE_BYTES, np.uint8)
+    sums = np.full((split_float_code.PANELS, 32, 16), 7, np.float32)
+    run = emitted.emitted(kind, product_of_tiles(rows), split_float_code.SplitTiles)
+    at_x, at_weight, at_zeros, at_sums, at_state = (
+        array.ctypes.data for array in (of_x, of_weight, zeros, sums, state)
+    )
+    run(at_x, steps * split_float_code.STEP_BYTES, at_weight, steps, at_zeros, at_sums, at_state)
+    pairs = x.sum(2).reshape(rows, steps, 16, 16, 2)
+    expected = np.einsum("rsmkp,sckjp->crmj", pairs, weight).reshape(split_float_code.PANELS, 16 * rows, 16)
+    assert (sums[:, : 16 * rows] == expected).all() and (sums[:, 16 * rows :] == 7).all()
 
 
 def split(weight, bias=None):
