@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,16 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     """Forward hooks and forward pre-hooks of a module, without the hooks of `recorded_calls` in any thread."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [hook for hook in hooks if not isinstance(hook, _RecordingHook)]
+
+
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Call the forward hooks of a module with a result. What they return or raise is ignored."""
+    for key, hook in module._forward_hooks.items():
+        with suppress(Exception):  # hooks that need values, such as those that print them, raise any type of error
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, result)
+            else:
+                hook(module, args, result)
 
 
 @contextmanager

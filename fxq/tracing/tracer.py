@@ -7,7 +7,6 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from fxq.common.data import Batch, device_of
 from fxq.common.globs import path_matches
+from fxq.common.hooks import call_forward_hooks
 from fxq.common.isolation import copied
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
@@ -435,12 +435,7 @@ class Tracer(fx.Tracer):
         The graph calls the leaf with its hooks, so what they return here does not matter.
         """
         refusals = len(self.assumptions.refusals)
-        for key, hook in m._forward_hooks.items():
-            with suppress(Exception):  # hooks that need values, such as those that print them, raise any type of error
-                if key in m._forward_hooks_with_kwargs:
-                    hook(m, args, kwargs, result)
-                else:
-                    hook(m, args, result)
+        call_forward_hooks(m, args, kwargs, result)
         del self.assumptions.refusals[refusals:]
 
     def _check_swallowed(self, start: int) -> None:

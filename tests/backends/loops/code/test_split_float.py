@@ -14,6 +14,7 @@ from fxq.backends.plain.weight_only import WeightOnlyLinear, packing_options
 from fxq.common.timed_calls import threads_set_to
 from fxq.quant.packing import Packing
 from tests.backends.plain.test_few_rows import EXACT, WIDTHS, stored
+from tests.backends.plain.test_panel_product import of_float64
 
 emitted = pytest.importorskip("tests.support.emitted", reason="needs Numba", exc_type=ImportError)
 from fxq.backends.loops.code import amx_code, machine_code, split_float_code  # noqa: E402
@@ -109,9 +110,7 @@ def split(weight, bias=None):
 
 
 def check(x, weight, bias=None):
-    real = weight.floats(weight.empty()).double()
-    added = torch.zeros(len(real)).double() if bias is None else bias.double()
-    result, magnitude = x.double() @ real.T + added, x.double().abs() @ real.abs().T + added.abs()
+    result, magnitude = of_float64(x, weight, bias)
     y = split(weight, bias)(x)
     assert ((y.double() - result).abs() <= 1e-6 * magnitude + 1e-5).all()  # measured: at most 1e-7
     return y
