@@ -83,6 +83,8 @@ class RecordedCalls:
 class PartPlan:
     """Part of a model that is being quantized.
 
+    It has no graph yet if the example does not call it; calibration data that calls it gives the first.
+
     Attributes:
         path: path of the submodule.
         module: the float submodule.
@@ -197,7 +199,8 @@ class Choice:
 def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prepare) -> Choice:
     """Choose the parts of a model, and prepare them.
 
-    A module becomes a part if it is called and can be traced for all its calls. Otherwise its children are tried.
+    A module becomes a part if it can be traced for all its calls. Otherwise its children are tried. A module with
+    weights that the example does not call becomes a part without graphs.
 
     Args:
         model: the float model.
@@ -209,14 +212,17 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
         RecipeError: a path of `Recipe.parts` or an override selects nothing.
     """
     pending = _first_candidates(model, recipe)
-    choice, selecting = Choice([], {}), set[int]()
+    choice, selecting, called = Choice([], {}), set[int](), called_modules(model, example)
     while pending:
         calls = recorded_calls(model, example, pending)
         divided: dict[str, nn.Module] = {}
         for path, module in pending.items():
+            plan = PartPlan(path, module, recipe_of_part(recipe, path, module), macs=calls[path].macs)
+            if _may_be_called_later(module, called) and not is_kept(path, recipe.leaf_modules):
+                choice.parts.append(plan)
+                continue
             refused = _refused(path, module, calls[path], recipe)
             if refused is None:
-                plan = PartPlan(path, module, recipe_of_part(recipe, path, module), macs=calls[path].macs)
                 try:
                     _add_programs(plan, calls[path], prepare)
                     choice.parts.append(plan)
@@ -258,6 +264,12 @@ def _refused(path: str, module: nn.Module, calls: RecordedCalls, recipe: Recipe)
     return calls.refused or None
 
 
+def _may_be_called_later(module: nn.Module, called: set[int]) -> bool:
+    """Whether a module has weights and a forward, but the example calls neither it nor a module in it."""
+    has_forward = type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
+    return has_forward and has_weights(module) and not any(id(inner) in called for inner in module.modules())
+
+
 def _add_programs(plan: PartPlan, calls: RecordedCalls, prepare: Prepare) -> None:
     for batch in calls.batches.values():
         if plan.fitting(batch) is None:
@@ -296,6 +308,17 @@ def recorded_calls(model: nn.Module, example: Batch, modules: Mapping[str, nn.Mo
     for path in modules:
         calls[path].macs = counter.counts[path]
     return calls
+
+
+def called_modules(model: nn.Module, example: Batch) -> set[int]:
+    """Run the float model on the example, and return the ids of the modules that it calls."""
+    called: set[int] = set()
+    with hooked_run(model) as (handles, _):
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                handles.append(module.register_forward_pre_hook(lambda inner, _: called.add(id(inner))))
+        call(model, example)
+    return called
 
 
 @contextmanager

@@ -26,6 +26,9 @@ from fxq.pipeline.history import History
 from fxq.workflow.calibrate import EVERY
 from fxq.workflow.observed_model import ObservedModel
 
+MAX_BATCHES_WITHOUT_RANGES = 64
+"""Maximum number of batches of a recipe without calibrated ranges that are run to see which parts the data calls."""
+
 
 class ObservedParts(nn.Module):
     """Model with observers in its parts: calibrate it by calling it on data, then `fxq.convert` it.
@@ -116,7 +119,7 @@ class ObservedParts(nn.Module):
         outside = CodeState.of(run.model).bindings
         with untouched(run.model, outside), torch.no_grad(), without_autocast(), bar as advance:
             for i, batch in enumerate(data):
-                if few and i >= MAX_CHECKED_BATCHES:
+                if few and i >= (MAX_CHECKED_BATCHES if run.all_called else MAX_BATCHES_WITHOUT_RANGES):
                     break
                 self._note(batch)
                 if file is None or not file.covers(i, batch):
@@ -192,6 +195,9 @@ class ObservedCalls(nn.Module):
         observed: ObservedModel | None = plan.fitting(batch)
         if observed is not None:
             return observed
+        if run.is_fixed and not plan.programs:
+            plan.why_float = "the example does not call it, and with a checkpoint no graph is added for other data"
+            return None
         if run.is_fixed:
             raise InputError(
                 f"part {plan.path!r} gets a call that it does not get on the example: {batch}. With a checkpoint, all "

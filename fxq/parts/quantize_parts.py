@@ -88,7 +88,7 @@ class PartsRun:
         """
         self.why = why
         self.choice = choose_parts(self.model, self.recipe, self.example, self.prepare)
-        if not self.choice.parts:
+        if not any(plan.programs for plan in self.choice.parts):
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(self.choice.reasons.items())[:3])
             raise TraceError(f"{self.why} No submodule with arithmetic can be traced either. {reasons}".strip())
         self._find_reads()
@@ -96,7 +96,8 @@ class PartsRun:
 
     def has_parts_in(self, paths: Iterable[str]) -> bool:
         """Whether a part is inside one of the modules at these paths."""
-        return any(plan.path.startswith(f"{path}.") for plan in self.choice.parts for path in paths)
+        traced = [plan.path for plan in self.choice.parts if plan.programs]
+        return any(own.startswith(f"{path}.") for own in traced for path in paths)
 
     def _find_reads(self) -> None:
         """Run the float model through the parts, to count its arithmetic and find weights that Python code reads."""
@@ -124,7 +125,7 @@ class PartsRun:
             call(trial, self.example)
         for path, plan in ((plan.path, plan) for plan in self.choice.parts):
             plan.macs = counter.counts.pop(f"in {path}", 0)
-            if not plan.calls:
+            if plan.programs and not plan.calls:
                 self.uncalled[path] = (
                     "code that is not copied with the model calls it, such as a function that was defined in __init__"
                 )
@@ -138,6 +139,11 @@ class PartsRun:
     def calibrated(self) -> str:
         """Name of the first value whose range needs calibration; empty if there is none."""
         return next((name for observed in self.graphs if (name := observed.calibrated)), "")
+
+    @property
+    def all_called(self) -> bool:
+        """Whether the example or the data so far has called every part."""
+        return all(plan.programs or plan.why_float for plan in self.choice.parts)
 
     @property
     def graphs(self) -> list[ObservedModel]:
@@ -196,11 +202,12 @@ class PartsRun:
         """Return what each part calls, by its path.
 
         Args:
-            graphs: graphs of each part by name, by its path.
+            graphs: graphs of each part by name, by its path; a part without any stays the float module.
         """
         return {
             plan.path: Programs(graphs[plan.path], copy_of(plan.module, {}) if plan.why_float else None)
             for plan in self.choice.parts
+            if graphs[plan.path]
         }
 
     def _times(self, graphs: dict[str, dict[str, QuantizedModel]]) -> dict[str, float]:
@@ -215,11 +222,14 @@ class PartsRun:
 
     def _calls_in_float(self) -> dict[str, str]:
         """Parts of which some calls run in float, with the reasons."""
-        return self.uncalled | {plan.path: plan.why_float for plan in self.choice.parts if plan.why_float}
+        return self.uncalled | {p.path: p.why_float for p in self.choice.parts if p.why_float and p.programs}
 
     def _in_python(self) -> dict[str, tuple[str, int]]:
         """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
-        reasons = {"": self.why, **self.choice.reasons, **self._calls_in_float()}
+        without_graphs = {
+            plan.path: plan.why_float or "the data does not call it" for plan in self.choice.parts if not plan.programs
+        }
+        reasons = {"": self.why, **self.choice.reasons, **self._calls_in_float(), **without_graphs}
         macs: Counter[str] = Counter()
         for path, count in self.python_macs.items():
             macs[next((above for above in ancestors(path) if above in reasons), "")] += count
@@ -236,6 +246,10 @@ class PartsRun:
         in_float = "".join(
             f' Part "{path}" also gets calls that run in float: {why}' for path, why in self._calls_in_float().items()
         )
+        not_called = [plan.path for plan in self.choice.parts if not plan.programs and not plan.why_float]
+        if not_called:
+            stay = "stays" if len(not_called) == 1 else "stay"
+            in_float += f" The data does not call {_listed(not_called)}, which {stay} in float."
         texts = list(dict.fromkeys(heard))
         further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(
