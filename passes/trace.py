@@ -177,7 +177,7 @@ def _graph(
     while True:
         gm: fx.GraphModule | None = None
         fixed, strict = recipe.concrete_args, recipe.strict_trace
-        tracer = Tracer(leaves, context.example, fixed, strict, unroll, free=free, created=created)
+        tracer = Tracer(leaves, context.example, fixed, strict=strict, unroll=unroll, free=free, created=created)
         with run.untouched() as changes, seeded():
             try:
                 gm = UncompiledModule(model, tracer.trace_model(model), class_name=type(model).__name__)

@@ -42,7 +42,7 @@ class TracedValue(fx.Proxy):
     example's, and the graph checks it; if it depends on data, the trace is refused.
     """
 
-    tracer: Any  # `fxq/tracing/tracer.py`; its plain values are in `fxq/tracing/assumptions.py`
+    tracer: Any  # `fxq/tracing/call_recorder.py`; its plain values are in `fxq/tracing/assumptions.py`
     __array_priority__ = 1000  # as for tensors: in `numpy_scalar * value`, the value's operator is called
 
     def __init__(self, node: fx.Node, tracer: Any, value: Any, origin: Dependence) -> None:
