@@ -25,6 +25,9 @@ from fxq.saved.container import read_container, read_json, write_container
 from fxq.saved.model_file import PARTS, checked_path, content_of, graph_from
 from fxq.saved.records import from_plain, to_plain
 
+_BUFFERS = "(buffers)"
+"""Start of the names of tensors in a file that are buffers outside of the parts."""
+
 
 @dataclass(frozen=True)
 class StoredPart:
@@ -55,6 +58,8 @@ class StoredParts:
         weights: checksums by name of the parameters and buffers outside of the parts, and of those inside that Python
             code reads.
         backend, ledger: as in `PartsModel`.
+        buffers: names of the buffers outside of the parts that have changed since the model was quantized, such as
+            a count of calls. The file has their values.
     """
 
     type: str
@@ -62,6 +67,24 @@ class StoredParts:
     weights: Mapping[str, int]
     backend: str
     ledger: Ledger = field(default_factory=lambda: Ledger(()))
+    buffers: tuple[str, ...] = ()
+
+
+def buffer_checksums(model: nn.Module) -> dict[str, int]:
+    """Return the checksums of the buffers of a model, by name. Tied ones have several names."""
+    return {name: checksum(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+
+
+def set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set buffers of a model, by name; tied ones stay tied."""
+    for name, value in values.items():
+        owner, _, own = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        current = buffers.get(own)
+        if current is not None and (current.shape, current.dtype) == (value.shape, value.dtype):
+            current.copy_(value)
+        else:
+            buffers[own] = value
 
 
 def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
@@ -94,8 +117,16 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
             lost += content.lost
     attributes = vars(model)
     weights = {name: checksum(tensor) for name, tensor in around.items()}
+    before, after = attributes["_fxq_buffers"], buffer_checksums(model)
+    changed = tuple(name for name in around if name in after and before.get(name) != after[name])
+    tensors |= {f"{_BUFFERS}/{name}": around[name] for name in changed}
     about = StoredParts(
-        type(model).float_class.__name__, tuple(stored), weights, attributes["_fxq_backend"], attributes["_fxq_ledger"]
+        type(model).float_class.__name__,
+        tuple(stored),
+        {name: number for name, number in weights.items() if name not in changed},
+        attributes["_fxq_backend"],
+        attributes["_fxq_ledger"],
+        changed,
     )
     texts |= {PARTS: json.dumps(to_plain(about)), "recipe": json.dumps(attributes["_fxq_recipe"].to_dict())}
     write_container(path, tensors, texts)
@@ -112,6 +143,7 @@ class LoadedParts:
         programs: module that each part calls, by the path of the submodule.
         weights: tensors in place of the float weights of the parts, by name: placeholders or copies.
         ledger, recipe, backend: as in `PartsModel`.
+        buffers: values of buffers outside of the parts that differ from those of the float model, by name.
     """
 
     programs: Mapping[str, nn.Module]
@@ -119,6 +151,7 @@ class LoadedParts:
     ledger: Ledger
     recipe: Recipe
     backend: str
+    buffers: Mapping[str, Tensor]
 
 
 def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
@@ -139,6 +172,9 @@ def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
                 for part in about.parts
             }
             recipe = Recipe.from_dict(read_json(container.texts["recipe"]))
+            buffers = {name: container.tensors[f"{_BUFFERS}/{name}"].clone() for name in about.buffers}
+            for name in buffers:
+                model.get_submodule(name.rpartition(".")[0])  # raises for a module that the model lacks
     except FxqError as error:
         raise FileError(f"cannot load {str(path)!r}: {error}") from None
     except Exception as error:  # invalid data may raise anything
@@ -149,7 +185,7 @@ def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
         for part in about.parts
         for name, tensor in ((f"{part.path}.{n}", t) for n, t in tensors_of(model.get_submodule(part.path)))
     }
-    return LoadedParts(programs, shown, about.ledger, recipe, about.backend)
+    return LoadedParts(programs, shown, about.ledger, recipe, about.backend, buffers)
 
 
 def _programs(

@@ -20,7 +20,7 @@ from fxq.ledger.qparams_table import ModelQParams
 from fxq.model import QuantizedModel
 from fxq.parts.copying import copy_of
 from fxq.parts.part import graphs_in, make_part, state_of_object, tensors_of
-from fxq.parts.parts_file import read_parts, save_parts
+from fxq.parts.parts_file import buffer_checksums, read_parts, save_parts, set_buffers
 from fxq.parts.parts_report import write_parts_report
 from fxq.pipeline.history import History
 from fxq.recipe.recipe import Recipe
@@ -72,7 +72,9 @@ class PartsModel:
         return count_clipped(model, graphs_in(self), batches(data, model))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Save the parts to one file, for `fxq.load(path, into=float_model)`. Float weights around them are not in it.
+        """Save the parts to one file, for `fxq.load(path, into=float_model)`.
+
+        Float weights around them are not in it, and of the buffers only those that have changed since quantization.
 
         Args:
             path: the file. Missing folders are created. An existing file is replaced atomically.
@@ -144,7 +146,11 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
 
 
 def attach(model: Any, ledger: Ledger, recipe: Recipe, backend: str) -> None:
-    """Set ledger, recipe and backend of a model in parts, unless its float class has an attribute of that name."""
+    """Set ledger, recipe and backend of a model in parts, unless its float class has an attribute of that name.
+
+    Checksums of its buffers are kept, so that its file can hold those that calls of it change.
+    """
+    vars(model)["_fxq_buffers"] = buffer_checksums(model)
     attributes = {"ledger": ledger, "recipe": recipe, "backend": backend}
     vars(model).update({f"_fxq_{name}": value for name, value in attributes.items()})
     for name, value in attributes.items():
@@ -157,6 +163,7 @@ def load_parts(path: str | os.PathLike[str], model: nn.Module) -> Any:
     stored = read_parts(path, model)
     loaded = with_parts(model, stored.programs, stored.weights).eval()
     attach(loaded, stored.ledger, stored.recipe, stored.backend)
+    set_buffers(loaded, stored.buffers)
     return loaded
 
 
