@@ -61,9 +61,9 @@ def test_other_buffers_are_those_of_the_float_model(quantized, tmp_path):
     path = q.save(tmp_path / "q.fxq")
     q(torch.randn(4, 16))
     assert int(fxq.load(path, into=model).calls) == 0
-    other = copy.deepcopy(model)
-    other.gain.fill_(2)
+    doubled = copy.deepcopy(model)
+    doubled.gain.fill_(2)
     with pytest.raises(FileError, match="for instance 'gain'"):
-        fxq.load(path, into=other)
+        fxq.load(path, into=doubled)
     q.gain.fill_(2)
-    assert torch.equal(fxq.load(q.save(tmp_path / "changed.fxq"), into=model).gain, other.gain)
+    assert torch.equal(fxq.load(q.save(tmp_path / "changed.fxq"), into=model).gain, doubled.gain)
