@@ -40,7 +40,6 @@ def load_model(source: str | os.PathLike[str] | Any) -> Any:
         FileError: the file is missing, damaged, or refers to data outside its folder.
     """
     onnx_package()
-    import onnx.checker
     import onnx.inliner
 
     if isinstance(source, onnx.ModelProto):
@@ -57,10 +56,25 @@ def load_model(source: str | os.PathLike[str] | Any) -> Any:
     _check_constants(model.graph, name)
     try:
         if model.ByteSize() < 2**31:
-            onnx.checker.check_model(model)
+            _check(model)
         return onnx.inliner.inline_local_functions(model) if len(model.functions) else model
     except Exception as error:
         raise FileError(f"{name}: the ONNX model is invalid: {words_of(error)}") from error
+
+
+def _check(model: Any) -> None:
+    """Run the checker of `onnx`. Outputs need no shape, which it demands and other readers do not."""
+    import onnx.checker
+
+    types = [output.type.tensor_type for output in model.graph.output if output.type.HasField("tensor_type")]
+    without_shape = [kind for kind in types if not kind.HasField("shape")]
+    for kind in without_shape:
+        kind.shape.SetInParent()
+    try:
+        onnx.checker.check_model(model)
+    finally:
+        for kind in without_shape:
+            kind.ClearField("shape")
 
 
 def opset_of(model: Any) -> int:
@@ -89,13 +103,18 @@ def constant_of(proto: Any) -> Tensor:
 
     Raises:
         NotInOnnx: it has a type that PyTorch lacks, such as text.
+        FileError: it has more or fewer bytes than its shape needs.
     """
     import onnx.numpy_helper
 
     if proto.data_type not in DTYPES:
         raise NotInOnnx(f"constants of ONNX's type {proto.data_type} are not supported")
     dtype = DTYPES[proto.data_type]
-    array = np.ascontiguousarray(onnx.numpy_helper.to_array(proto)).reshape(tuple(proto.dims))
+    try:
+        array = np.ascontiguousarray(onnx.numpy_helper.to_array(proto)).reshape(tuple(proto.dims))
+    except ValueError as error:
+        shape = list(proto.dims)
+        raise FileError(f"the constant {proto.name!r} of shape {shape} is damaged: {words_of(error)}") from error
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(dtype)
     if proto.data_type in FOUR_BIT:

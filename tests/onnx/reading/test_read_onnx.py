@@ -328,6 +328,21 @@ def test_constants_larger_than_the_file():
         fxq.read_onnx(model)
 
 
+def test_constants_with_too_many_bytes():
+    model = parsed("y = Add(x, w)", "float[4] x", "float[N] y", {"w": weights(4)})
+    model.graph.initializer[0].dims[0] = 3
+    with pytest.raises(fxq.FileError, match=r"the constant 'w' of shape \[3\] is damaged"):
+        fxq.read_onnx(model)
+
+
+def test_outputs_without_a_shape():
+    model = parsed("y = Add(x, w)", "float[N, 4] x", "float[N, 4] y", {"w": weights(4)})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(fxq.read_onnx(model)(x), torch.from_numpy(reference(model, x)[0]), rtol=0, atol=0)
+    assert not model.graph.output[0].type.tensor_type.HasField("shape")
+
+
 def test_data_outside_of_the_folder(tmp_path):
     (tmp_path / "secret").write_bytes(bytes(16))
     (tmp_path / "models").mkdir()
