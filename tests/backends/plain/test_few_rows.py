@@ -74,6 +74,22 @@ def test_products_of_any_size(rows, columns, outputs, bits, signed, per, with_ze
 
 
 @needs_numba
+@pytest.mark.parametrize("outputs", [1, 9])
+@pytest.mark.parametrize("per", ["tensor", "channel", 32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_rows_of_whole_units(bits, per, outputs):
+    for columns, rows in ((64, 1), (192, 1), (448, 1), (192, 3)):
+        weight, x = stored(outputs, columns, bits, True, per, True), torch.randn(rows, columns)
+        product_of_loop = FewRowsProduct(LOOPS, weight, None)
+        result, magnitude = product(x, weight)
+        assert ((product_of_loop(x).double() - result).abs() <= 2e-6 * magnitude).all()
+        arguments, real = integers(rows, columns)
+        result, _ = product(real, weight)
+        _, magnitude = product(arguments[0].double() * arguments[1] + arguments[2] * arguments[1], weight)
+        assert ((product_of_loop.of_integers(*arguments).double() - result).abs() <= 1e-6 * magnitude).all()
+
+
+@needs_numba
 @pytest.mark.parametrize("columns", [65, 71, 127, 129])
 def test_an_odd_row_of_4_bit_values_ends_in_padding(columns):
     weight, x = stored(5, columns, 4, True, "channel", False), torch.randn(3, columns)

@@ -13,7 +13,9 @@ from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, products, vectors
 from fxq.backends.loops.code.machine_code import on_addresses
+from fxq.backends.loops.code.unpacking_code import half_of_unit
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, load, number, splat
+from fxq.quant.packing import UNIT
 
 CHUNK = 32
 """Bytes of a row of the weight that are converted at once. They have one scale, or two if they hold 4-bit values."""
@@ -37,7 +39,7 @@ class FewRows(NamedTuple):
         x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16); 0: no offsets.
         weight: Address of the first row of the weight.
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
-        chunks: Number of chunks of a row.
+        chunks: Number of chunks of a row. A chunk has 32 bytes, or 64 values of 2, 3 or 6 bits.
         span: Number of chunks with the same scales. The last span of a row may be shorter.
         places: Address of int32: bytes from the first scale of a row to that of each span; for 4-bit values to two,
             one for the low and one for the high bits.
@@ -81,9 +83,17 @@ class FewRows(NamedTuple):
 
 
 class _Chunk8:
-    """Chunk of 32 values of 8 bits, for an input of floats."""
+    """Chunk of 32 values of 8 bits, for an input of floats.
 
-    values, halves, sums, size = CHUNK, 1, FLOATS, 4
+    Attributes:
+        stored: Bytes of a chunk of the weight.
+        values: Values of a chunk.
+        halves: Number of scales of a chunk.
+        sums: Vector type of sums.
+        size: Bytes of a value of the input.
+    """
+
+    stored, values, halves, sums, size = CHUNK, CHUNK, 1, FLOATS, 4
 
     def __init__(self, signed: bool) -> None:
         self.signed = signed
@@ -124,6 +134,27 @@ class _Chunk4(_Chunk8):
         return b.sitofp(b.and_(raw, ir.Constant(INTS, [15 << 4 * k] * LANES)), FLOATS)
 
 
+class _Unit(_Chunk8):
+    """Chunk of 64 values of 2, 3 or 6 bits, packed as `fxq/quant/packing.py` says, for an input of floats."""
+
+    values = UNIT
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(False)
+        self.bits, self.stored = bits, bits * UNIT // 8
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Integers of a chunk, 16 to a vector."""
+        halves = [half_of_unit(b, address, self.bits, half) for half in range(2)]
+        kind = ir.VectorType(INT8, UNIT // 2)
+        places = ir.VectorType(INT32, LANES)
+        return [
+            b.shuffle_vector(b.bitcast(half, kind), ir.Constant(kind, ir.Undefined), ir.Constant(places, order))
+            for half in halves
+            for order in (list(range(LANES)), list(range(LANES, 2 * LANES)))
+        ]
+
+
 def has_row_dot() -> bool:
     """Whether one instruction of this kind of CPU adds four products of uint8 and int8 to each of eight sums."""
     return bool(machine_code.KIND.dot) and machine_code.KIND.bits >= 256
@@ -135,7 +166,7 @@ class _Integers8:
     One instruction adds four products to each of eight sums where there is VNNI.
     """
 
-    values, halves, sums, size = CHUNK, 1, ir.VectorType(INT32, CHUNK // 4), 1
+    stored, values, halves, sums, size = CHUNK, CHUNK, 1, ir.VectorType(INT32, CHUNK // 4), 1
 
     def __init__(self, signed: bool) -> None:
         self.signed = signed
@@ -187,6 +218,24 @@ class _Integers4(_Integers8):
         return (
             products.small_sums(b, unsigned, signed) if machine_code.KIND.pairs else super()._sums(b, unsigned, signed)
         )
+
+
+class _IntegerUnit(_Integers4):
+    """Chunk of 64 values of 2, 3 or 6 bits as in `_Unit`, for an input of signed integers."""
+
+    halves = 1
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(False)
+        self.bits, self.stored = bits, bits * UNIT // 8
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Integers of a chunk, 32 to a vector, four to an int32."""
+        return [half_of_unit(b, address, self.bits, half) for half in range(2)]
+
+    def prepared(self, _b: Any, raw: Any, k: int) -> Any:
+        """Vector k of the integers."""
+        return raw[k]
 
 
 def _registers(b: Any, kind: Any, *sizes: int) -> Any:
@@ -245,12 +294,13 @@ def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spa
 
 def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
     """Add the products of a chunk of each row of the weight, and fetch as much of later rows."""
-    start = _smaller(b, b.mul(index, number(CHUNK)), b.sub(few.row_bytes, number(CHUNK)))
+    stored = chunk.stored
+    start = _smaller(b, b.mul(index, number(stored)), b.sub(few.row_bytes, number(stored)))
     addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(len(sums))]
     raw = [chunk.raw(b, address) for address in addresses]
     columns, is_short = len(sums), b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
     ahead = b.select(is_short, number(_BYTES_AHEAD), b.mul(few.row_bytes, number(_TILES_AHEAD * columns)))
-    of_chunk, of_row = b.select(is_short, number(CHUNK * columns), number(CHUNK)), number(CHUNK)
+    of_chunk, of_row = b.select(is_short, number(stored * columns), number(stored)), number(stored)
     later = b.add(b.add(few.weight, ahead), b.mul(index, of_chunk))
     for c in range(columns):
         row = b.mul(b.select(is_short, of_row, few.row_bytes), number(c))
@@ -258,8 +308,8 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
     offset, vector_bytes = b.mul(index, number(chunk.size * chunk.values)), 4 * chunk.sums.count
     for k in range(chunk.size * chunk.values // vector_bytes):
         values = [load(b, b.add(x, offset), chunk.sums, vector_bytes * k) for x in inputs]
-        for stored, of_rows in zip(raw, sums, strict=True):
-            weight = chunk.prepared(b, stored, k)
+        for of_column, of_rows in zip(raw, sums, strict=True):
+            weight = chunk.prepared(b, of_column, k)
             for value, of_halves in zip(values, of_rows, strict=True):
                 total = of_halves[k % chunk.halves]
                 b.store(chunk.plus_product(b, b.load(total), value, weight), total)
@@ -334,11 +384,13 @@ INTEGER_SIZES = (4, 4, 2) if machine_code.KIND.has_avx512 else (2, 4, 2)
 CHUNKS = tuple(kind(signed) for kind in (_Chunk8, _Chunk4) for signed in (True, False))
 INTEGER_CHUNKS = tuple(kind(signed) for kind in (_Integers8, _Integers4) for signed in (True, False))
 """Chunks by kind of the weight: 8 bits signed, 8 unsigned, 4 signed, 4 unsigned."""
+UNIT_BITS = (2, 3, 6)
+"""Bits of values that tiles of one row unpack themselves."""
+UNITS, INTEGER_UNITS = tuple(map(_Unit, UNIT_BITS)), tuple(map(_IntegerUnit, UNIT_BITS))
 
 
-def tiles(chunk: Any, many_rows: int, many_columns: int, some_columns: int) -> tuple[Any, ...]:
-    """Tiles of a kind of chunk: one by one, one row by many columns, and many rows by some columns."""
-    sizes = ((1, 1), (1, many_columns), (many_rows, some_columns))
+def tiles(chunk: Any, *sizes: tuple[int, int]) -> tuple[Any, ...]:
+    """Tiles of a kind of chunk, of several sizes: rows of the input, and rows of the weight."""
     return tuple(on_addresses(_tiles(chunk, *size)) for size in sizes)
 
 

@@ -7,10 +7,11 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import CHUNK, INTEGER_SIZES, SIZES, FewRows
+from fxq.backends.loops.code.few_rows_code import CHUNK, INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
+from fxq.quant.packing import UNIT
 
 MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
 """Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
@@ -21,6 +22,9 @@ _GROUP_BYTES = 1 << 14
 """Bytes of the weight that several rows of the input read in turn, from the first-level cache."""
 UNPACKED = 16
 """UNPACKED + bits is the kind of weights packed with another width. Rows are unpacked to uint8 where they are read."""
+_IN_UNITS = 8
+"""_IN_UNITS + bits is the kind of such weights for tiles that unpack them themselves."""
+_TWO, _THREE, _SIX = UNIT_BITS
 
 
 def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
@@ -39,20 +43,55 @@ def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     return helper(tile, name)
 
 
-def _tiles(names, chunks, sizes):
-    """Loop functions of three sizes of tiles."""
+def _by_bits(name, two, three, six):
+    """Loop function that runs the tile of a kind of weight in units."""
+
+    def tile(kind, few):
+        if kind == _IN_UNITS + _TWO:
+            two(few)
+        elif kind == _IN_UNITS + _THREE:
+            three(few)
+        else:
+            six(few)
+
+    return helper(tile, name)
+
+
+def _tiles(names, by_kind, chunks, *sizes):
+    """Loop functions of several sizes of tiles."""
     of_sizes = zip(*(code.tiles(chunk, *sizes) for chunk in chunks), strict=True)
-    return [_by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
+    return [by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
 
 
-_one, _row, _rows = _tiles(("one", "row", "rows"), code.CHUNKS, SIZES)
-_one_int, _row_int, _rows_int = _tiles(("one_int", "row_int", "rows_int"), code.INTEGER_CHUNKS, INTEGER_SIZES)
+def _sizes(many_rows, many_columns, some_columns):
+    """Sizes of tiles: one by one, one row by many columns, and many rows by some columns."""
+    return (1, 1), (1, many_columns), (many_rows, some_columns)
+
+
+_one, _row, _rows = _tiles(("one", "row", "rows"), _by_kind, code.CHUNKS, *_sizes(*SIZES))
+_one_int, _row_int, _rows_int = _tiles(
+    ("one_int", "row_int", "rows_int"), _by_kind, code.INTEGER_CHUNKS, *_sizes(*INTEGER_SIZES)
+)
+_one_unit, _row_unit = _tiles(("one_unit", "row_unit"), _by_bits, code.UNITS, *_sizes(*SIZES)[:2])
+_one_int_unit, _row_int_unit = _tiles(
+    ("one_int_unit", "row_int_unit"), _by_bits, code.INTEGER_UNITS, *_sizes(*INTEGER_SIZES)[:2]
+)
 
 
 @helper
-def _as_read(kind, row_bytes, columns):
-    """Width of values that are unpacked first, or 0; kind, and bytes of a row of the weight, as tiles read them."""
+def _unpacked(kind, row_bytes, columns):
+    """Width of values that are unpacked first, or 0; kind, and bytes of a row of the weight, as it is read then."""
     return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
+
+
+@helper
+def _as_read(kind, row_bytes, columns, rows, block, scales, span):
+    """As `_unpacked`, but tiles of one row unpack whole units; and the chunks of a row, and those with one scale."""
+    bits, is_whole = kind - UNPACKED, columns % UNIT == 0 and (scales == 1 or block % UNIT == 0)
+    if rows == 1 and is_whole and bits in (_TWO, _THREE, _SIX):
+        return 0, _IN_UNITS + bits, row_bytes, columns // UNIT, span * CHUNK // UNIT
+    bits, kind, row_bytes = _unpacked(kind, row_bytes, columns)
+    return bits, kind, row_bytes, (row_bytes + CHUNK - 1) // CHUNK, span
 
 
 @helper
@@ -137,7 +176,16 @@ def _sum_integers(x, columns, block, factor, flip, out):
 @helper
 def _run_tiles(kind, few, many_rows, many_columns, of_integers):
     """Compute the results of some tiles."""
-    if of_integers:
+    if kind >= _IN_UNITS:
+        if of_integers and many_columns:
+            _row_int_unit(kind, few)
+        elif of_integers:
+            _one_int_unit(kind, few)
+        elif many_columns:
+            _row_unit(kind, few)
+        else:
+            _one_unit(kind, few)
+    elif of_integers:
         if many_rows:
             _rows_int(kind, few)
         elif many_columns:
@@ -155,7 +203,7 @@ def _run_tiles(kind, few, many_rows, many_columns, of_integers):
 @helper
 def _compute(
     x, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind, rows,
-    outputs, row_bytes, span, scales, first, end,
+    outputs, row_bytes, chunks, span, scales, first, end,
 ):  # fmt: skip
     """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
 
@@ -163,7 +211,7 @@ def _compute(
     before the tiles read them.
     """
     # `base` is the address of row 0 of the weight as tiles read it, or where it would be before the unpacked rows
-    chunks, column, base = (row_bytes + CHUNK - 1) // CHUNK, first, weight
+    column, base = first, weight
     many_rows, many_columns, some_columns = INTEGER_SIZES if grids != 0 else SIZES
     group = end - first if rows == 1 and bits == 0 else max(_GROUP_BYTES // row_bytes, many_columns)
     unpacked = np.empty((group, row_bytes) if bits else (1, 1), np.uint8)
@@ -199,9 +247,10 @@ def multiply(
 ):  # fmt: skip
     """Compute the columns from `first` to `end` of x @ weight.T + bias. For other arguments see `few_rows`."""
     stored_bytes = row_bytes
-    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
-    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
-    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
+    bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
+    is_packed = kind in (SIGNED4, UNSIGNED4)
+    size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
+    sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
     arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
     for r in range(rows):
@@ -214,7 +263,7 @@ def multiply(
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
         arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale, offset, bias, places,
-        out, kind, rows, outputs, row_bytes, span, scales, first, end,
+        out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
 
@@ -232,14 +281,15 @@ def multiply_integers(
     For other arguments see `few_rows`.
     """
     stored_bytes = row_bytes
-    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
-    chunks, is_packed = (row_bytes + CHUNK - 1) // CHUNK, kind >= SIGNED4
+    bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
+    is_packed = kind in (SIGNED4, UNSIGNED4)
     flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)
-    size, sums = chunks * CHUNK * (2 if is_packed else 1), (scales + LANES - 1) // LANES * LANES
+    size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
+    sums = (scales + LANES - 1) // LANES * LANES
     x, scales_of_x, zeros_of_x = carray(bytes_(x), (rows, columns)), floats(grid_scale), floats(grid_zero)
     arranged, x_sums, grids = np.empty((rows, size), np.uint8), np.zeros((rows, sums), _f), np.empty((rows, 2), _f)
     for r in range(rows):
-        _arrange_integers(x[r], columns, row_bytes, is_packed, flip, arranged[r])
+        _arrange_integers(x[r], columns, row_bytes if is_packed else columns, is_packed, flip, arranged[r])
         if zero != 0:
             _sum_integers(x[r], columns, block, zero, flip, x_sums[r])
         grids[r, 0] = scales_of_x[r * grid_steps[0]]
@@ -247,7 +297,7 @@ def multiply_integers(
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
         arranged.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes, bits, scale, offset,
-        bias, places, out, kind, rows, outputs, row_bytes, span, scales, first, end,
+        bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
 
@@ -357,7 +407,7 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
     """
     scale, offset = carray(scale, (first + count, scales)), carray(offset, (first + count, scales))
     stored_bytes = row_bytes
-    bits, kind, row_bytes = _as_read(kind, row_bytes, columns)
+    bits, kind, row_bytes = _unpacked(kind, row_bytes, columns)
     numbers, is_packed, unpacked = np.empty(2, _f), kind >= SIGNED4, np.empty(columns if bits else 1, np.uint8)
     for r in range(first, first + count):
         source, target = weight + r * stored_bytes, out + 4 * (r - first) * columns

@@ -14,12 +14,11 @@ from fxq.backends.loops.code.memory_loops import bytes_
 from fxq.backends.loops.code.vectors import INT32, INT64, load, number, store
 from fxq.quant.packing import UNIT, planes_of
 
-__all__ = ["unpack_row"]
 _WORDS = ir.VectorType(INT32, UNIT // 8)
 """Half of the values of a unit, one to a byte."""
 
 
-def _half_of_unit(b: Any, address: Any, bits: int, half: int) -> Any:
+def half_of_unit(b: Any, address: Any, bits: int, half: int) -> Any:
     """Values of the first or second half of a unit of 64 values, in the order of the row, one to a byte."""
     values, start, half_bytes = None, 0, UNIT // 2
     places = range(half * half_bytes, (half + 1) * half_bytes, 4)
@@ -47,7 +46,7 @@ def _unpacking(bits: int) -> Any:
             address = b.add(source, b.mul(unit.index, number(bits * UNIT // 8)))
             target = b.add(out, b.mul(unit.index, number(UNIT)))
             for half in range(2):
-                store(b, _half_of_unit(b, address, bits, half), b.add(target, number(half * UNIT // 2)))
+                store(b, half_of_unit(b, address, bits, half), b.add(target, number(half * UNIT // 2)))
 
     return on_addresses(code)
 
