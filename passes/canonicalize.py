@@ -33,6 +33,7 @@ from fxq.ops.table import Arguments, Op, Pick, Redirect, Spelling
 from fxq.patterns.decompositions.written_out import WRITTEN_OUT
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_ops import keep_original
+from fxq.pipeline.own_traits import check_own_traits
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.computed import parametrized_constant, record_trainable
 from fxq.rewriting.constant_folding import fold_constant
@@ -52,7 +53,8 @@ class Canonicalize(Pass):
     value taken from a tuple (chunk, split) becomes an op; a function that is written out in basic ops becomes that
     function; values computed only from weights become constants.
     Keeps: the output, to 1e-6. Calls that the op table does not know stay as they are, with the reason.
-    Refuses: weights and statistics that are not finite, except in layers that the recipe leaves in float.
+    Refuses: weights and statistics that are not finite, except in layers that the recipe leaves in float; ops of the
+    user whose traits do not hold on the example.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -83,6 +85,7 @@ class Canonicalize(Pass):
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
         keep_original(rewriter, called, constants)
+        check_own_traits(rewriter.gm, rewriter.context.example)
 
 
 def _append(rewriter: Rewriter, node: fx.Node) -> None:

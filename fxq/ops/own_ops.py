@@ -42,6 +42,7 @@ def register_op(
             elements, which an exact lookup table computes on integers. `OpTraits("moves", layout=True)`: an op that
             only moves values, on integers, too. `OpTraits("float")`: an op without an integer form.
             `OpTraits("computes")`: an op that runs on integers if a kernel supports it (`fxq.extend.register_kernel`).
+            `fxq.quantize` checks `pointwise` and `layout` with the values of the example.
         name: name of the op; the function's name by default.
         commutes: whether its first two tensors can be swapped.
         macs: returns its multiply-accumulates from the shapes of its output and its tensors; None if they are
@@ -77,7 +78,7 @@ def register_op(
         if not inspect.isfunction(function):
             raise InputError(f"register_op decorates a plain function, not {function!r}.")
         target = _traceable(function)
-        op = Op(name or function.__name__, target, (Spelling(target), *other_spellings), traits, commutes, macs)
+        op = Op(name or function.__name__, target, (Spelling(target), *other_spellings), traits, commutes, macs, True)
         _check_arguments(op)
         if op.name in OPS and name_of(OPS[op.name].target) == name_of(function):
             OPS.discard(op.name)
