@@ -86,6 +86,7 @@ def write(weights: Mapping[str, GridWeight]) -> tuple[dict[str, Tensor], dict[st
         ExportError: the format cannot hold a layer, or not two of them together.
     """
     common: dict[tuple[int, int], str] = {}
+    divided = {w.grid.block for w in weights.values() if w.grid.block != w.integers.shape[1]}
     for layer, weight in weights.items():
         (rows, columns), bits, block = weight.integers.shape, weight.grid.bits, weight.grid.block or 0
         if columns % block or (columns * bits) % 32 or (rows * bits) % 32:
@@ -93,7 +94,7 @@ def write(weights: Mapping[str, GridWeight]) -> tuple[dict[str, Tensor], dict[st
                 f"{layer}: GPTQ has no weights {rows}x{columns} of {bits} bits in blocks of {block}: blocks divide the "
                 "inputs, and a row and a column are a multiple of 32 bits. Quantize the layer with another block size."
             )
-        common.setdefault((bits, -1 if block == columns else block), layer)
+        common.setdefault((bits, -1 if block == columns and block not in divided else block), layer)
     if len(common) > 1:
         (first, a), (second, b) = list(common.items())[:2]
         raise ExportError(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_graph import qdq_graph
 from fxq.checkpoints import compressed_tensors_files, gptq_files
 from fxq.checkpoints.grid_weight import GridWeight
@@ -22,7 +23,7 @@ from fxq.common.files import as_path, writing
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import ExportError, InputError, unknown
 from fxq.graph.info import info
-from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op
+from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op, submodule
 from fxq.graph.region import integer_weight
 from fxq.integrations.transformers import example_call
 from fxq.integrations.transformers_models import QuantizedEncoder, QuantizedGenerator, float_class_of
@@ -117,21 +118,23 @@ def _split(
     ignored: set[str] = set()
     for name, like in model.state_dict().items():
         path, _, leaf = name.rpartition(".")
-        stored = state.get(_plain(name), state.get(_plain(tied.get(name, name))))
+        stored = next((state[plain] for n in _names_of(name, tied) if (plain := _plain(n)) in state), None)
         shape = (
             None if stored is None else tuple(stored.integers.shape if isinstance(stored, GridWeight) else stored.shape)
         )
+        is_other = not isinstance(modules[path], (nn.Linear, nn.Embedding)) and like.dim() > 1
+        if is_other and (stored is None or isinstance(stored, GridWeight)):
+            raise ExportError(f"{path} is a {type(modules[path]).__name__}, and the format has integers for nn.Linear.")
         if stored is None or shape != tuple(like.shape):
             raise ExportError(
                 f"the graph does not hold {name!r} {list(like.shape)} of {type(model).__name__}"
-                f"{'' if shape is None else f', but {list(shape)}'}: a pass has changed it. Quantize without this pass."
+                f"{'' if shape is None else f', but {list(shape)}'}: it computes with a value derived from it, as of a "
+                "norm that adds 1 to its weight, or a pass has changed it. The format needs the weight itself."
             )
         is_linear = isinstance(modules[path], nn.Linear) and leaf == "weight"
         if is_linear and path not in heads and isinstance(stored, GridWeight):
             layers[path] = stored
             continue
-        if isinstance(stored, GridWeight) and not isinstance(modules[path], (nn.Linear, nn.Embedding)):
-            raise ExportError(f"{path} is a {type(modules[path]).__name__}, and the format has integers for nn.Linear.")
         floats[name] = (stored.floats if isinstance(stored, GridWeight) else stored.detach()).contiguous()
         if is_linear:
             ignored.add(path)
@@ -141,6 +144,12 @@ def _split(
         elif name in floats:
             config.tie_word_embeddings = False
     return layers, floats, ignored
+
+
+def _names_of(name: str, tied: Mapping[str, str]) -> list[str]:
+    """Names of a tensor: this one first, then those of the tensors that are tied to it."""
+    first = tied.get(name, name)
+    return [name, first, *(other for other, of in tied.items() if of == first)]
 
 
 def _plain(name: str) -> str:
@@ -163,6 +172,7 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
     weights: dict[str, GridWeight | Tensor] = {}
     for program in _programs(model):
         gm = qdq_graph(program)
+        kernels = {node.name for node in program.graph.nodes if isinstance(submodule(program, node), Kernel)}
         for node in gm.graph.nodes:
             if is_op(node, "quantize", "requantize", *DYNAMIC_GRID_OPS):
                 raise ExportError(
@@ -175,11 +185,12 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
                 grid_weight = GridWeight.of_layer(stored.values, stored.qparams)
                 name, value = stands_for, grid_weight or dequantize(stored.values, stored.qparams)
             elif node.op == "get_attr":
-                name, value = str(node.target).rpartition("fxq_data.")[2], constant(gm, node)
+                first, _, inside = str(node.target).partition(".")  # `qdq_graph` adds the name of the kernel
+                name, value = inside if first in kernels else str(node.target), constant(gm, node)
             if value is None:
                 continue
-            first = weights.setdefault(_plain(name), value)
-            if first is not value and not _is_equal(first, value):
+            known = weights.setdefault(_plain(name), value)
+            if known is not value and not _is_equal(known, value):
                 raise ExportError(f"{name} has other values in another program of the model; quantize without data.")
     return weights
 
@@ -198,8 +209,12 @@ def _check(path: Path, folder: Path, model: Any, config: Any) -> None:
     float_class: Any = float_class_of(type(model))
     again = float_class.from_pretrained(None, config=config, state_dict=state).eval()
     call = example_call(model)
+    if "attention_mask" in call:  # outputs of padding mean nothing, and differ
+        call["attention_mask"] = torch.ones_like(call["attention_mask"])
+    if model.can_generate():
+        call["use_cache"] = False
     with torch.no_grad():
-        wanted, got = (next(iter(tensors(m(**copy.deepcopy(call), use_cache=False)[0]))) for m in (model, again))
+        wanted, got = (next(iter(tensors(m(**copy.deepcopy(call))[0]))) for m in (model, again))
     db = sqnr(wanted, got)
     if db < _MIN_SQNR:
         raise ExportError(

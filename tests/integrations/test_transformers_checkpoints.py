@@ -97,9 +97,49 @@ def test_what_no_checkpoint_holds(affine, tmp_path):
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=48, n_positions=32, n_embd=32, n_layer=1, n_head=2)
     gpt2 = fxq.quantize(transformers.GPT2LMHeadModel(config).eval(), fxq.Recipe.weight_only(bits=4, per=32))
-    with pytest.raises(ExportError, match=r"Conv1D|the graph does not hold 'transformer.h.0.attn.c_attn.weight'"):
+    with pytest.raises(ExportError, match=r"transformer.h.0.attn.c_attn is a Conv1D, and the format has integers for"):
         gpt2.export(tmp_path / "a", format="compressed-tensors")
+    config = transformers.GemmaConfig(intermediate_size=128, num_key_value_heads=4, head_dim=16, **SMALL)
+    gemma = fxq.quantize(
+        transformers.GemmaForCausalLM(config).eval(), "weight_only"
+    )  # its norms add 1 to their weights
+    with pytest.raises(ExportError, match=r"input_layernorm.weight' \[64\].*a value derived from it"):
+        gemma.export(tmp_path / "a", format="compressed-tensors")
     assert not (tmp_path / "a").exists()
+
+
+SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+KINDS = {
+    "biases": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(intermediate_size=128, num_key_value_heads=2, **SMALL)
+    ),
+    "padding is not ignored": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(ffn_dim=128, word_embed_proj_dim=64, **SMALL)
+    ),
+    "an encoder": lambda: transformers.BertModel(transformers.BertConfig(intermediate_size=128, **SMALL)),
+    "an embedding of two stacks": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
+    ),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("form", [(8, "compressed-tensors"), (4, "gptq")], ids=["compressed-tensors", "gptq"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_other_kinds(kind, form, tmp_path):
+    """`export` itself compares the checkpoint with the quantized model. With 4 bits, some rows are one block of 64."""
+    torch.manual_seed(0)
+    model = KINDS[kind]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    bits, checkpoint = form
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(bits=bits, per=64))
+    loaded = fxq.load(qmodel.export(tmp_path, format=checkpoint))
+    call = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if kind == "an embedding of two stacks" else {})
+    with torch.no_grad():
+        same(loaded(**call)[0], qmodel(**call)[0], 1e-5)  # sums in another order
 
 
 def test_a_checkpoint_that_computes_something_else_is_not_written(affine, tmp_path, monkeypatch):
