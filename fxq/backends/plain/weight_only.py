@@ -307,7 +307,8 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
         """Return the function for indices like these, see `Bindable.bind`: of whole blocks of integers, few ops."""
         stored = self.stored_weight()
-        values, scale, zero, block = stored.values, stored.scale, stored.zero_point, stored.block or stored.row[0]
+        values, scale, zero = stored.values, stored.scale, stored.zero_point
+        block = min(stored.block or stored.row[0], stored.row[0])
         has_rows = scale is not None and (stored.axis == 0 if stored.block is None else stored.axis == 1)
         if stored.packing is not None or values.dim() != 2 or not has_rows or stored.row[0] % block:
             return self.forward
