@@ -127,8 +127,8 @@ def test_a_table_whose_rows_decide_durations_is_float():
         "after": "int8",
     }
     assert entries["letters"].reason == WHY.format("repeat_interleave")
-    one = fxq.quantize(nn.Sequential(nn.Embedding(20, 16)), REFERENCE, data=data, progress=False)
-    assert [e.precision for e in one.ledger if e.path] == ["weight-only"]  # decides nothing
+    alone = fxq.quantize(nn.Sequential(nn.Embedding(20, 16)), REFERENCE, data=data, progress=False)
+    assert [e.precision for e in alone.ledger if e.path] == ["weight-only"]  # decides nothing
 
 
 def test_weights_alone_are_quantized_all_the_same():
