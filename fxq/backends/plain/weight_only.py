@@ -309,8 +309,9 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
         stored = self.stored_weight()
         values, scale, zero = stored.values, stored.scale, stored.zero_point
         block = min(stored.block or stored.row[0], stored.row[0])
-        has_rows = scale is not None and (stored.axis == 0 if stored.block is None else stored.axis == 1)
-        if stored.packing is not None or values.dim() != 2 or not has_rows or stored.row[0] % block:
+        is_by_row = stored.axis == 0 if stored.block is None else stored.axis == 1
+        is_plain = stored.packing is None and values.dim() == 2
+        if scale is None or not is_by_row or not is_plain or stored.row[0] % block:
             return self.forward
         return _lookup(values.unflatten(1, (-1, block)), scale, zero, (*x.shape, *stored.row))
 
