@@ -171,7 +171,9 @@ class _Planner:
             selected = selector or "all ops that no override selects"
             return self._float("excluded by the recipe", f"the recipe says float for {selected}", fix)
         decides = config.activation is not None and node in self._size_deciders
-        why = self._decides_size(node) if decides and calls[0].op.traits.kind != "float" else ""
+        traits = calls[0].op.traits
+        rounds = traits.kind != "float" or bool(traits.table)  # tables are rounded, though embeddings compute in float
+        why = self._decides_size(node) if decides and rounds else ""
         if why and selector is None:
             return replace(self._float("off the grid", why, fix), exact=True)
         if why and backend is context.backend:

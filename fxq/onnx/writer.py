@@ -61,7 +61,7 @@ def in_range(index: Tensor, size: int) -> bool:
     if not index.numel():
         return True
     low, high = index.aminmax()
-    return bool(low > -1) and bool(high < size)
+    return bool(low.item() > -1 and high.item() < size)
 
 
 @dataclass

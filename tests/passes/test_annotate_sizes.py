@@ -109,6 +109,28 @@ def test_values_that_give_only_shape_and_dtype_decide_nothing(counts_of):
     assert {e.path: e.precision for e in entries if e.path} == {"layer": "int8", "after": "int8"}
 
 
+def test_a_table_whose_rows_decide_durations_is_float():
+    """The lookup itself computes in float, but would round its rows."""
+
+    def spoken(self, letters):
+        h = self.letters(letters)
+        return self.after(torch.repeat_interleave(h, self.duration(h).exp().ceil().flatten().long(), dim=0))
+
+    torch.manual_seed(0)
+    model = module(spoken, letters=nn.Embedding(20, 16), duration=nn.Linear(16, 1), after=nn.Linear(16, 8))
+    data = [torch.randint(0, 20, (32,)) for _ in range(4)]
+    qmodel = fxq.quantize(model, REFERENCE, data=data, progress=False)
+    entries = {e.path: e for e in qmodel.ledger if e.path}
+    assert {path: e.precision for path, e in entries.items()} == {
+        "letters": "float",
+        "duration": "float",
+        "after": "int8",
+    }
+    assert entries["letters"].reason == WHY.format("repeat_interleave")
+    alone = fxq.quantize(nn.Sequential(nn.Embedding(20, 16)), REFERENCE, data=data, progress=False)
+    assert [e.precision for e in alone.ledger if e.path] == ["weight-only"]  # decides nothing
+
+
 def test_weights_alone_are_quantized_all_the_same():
     model = voice(by_repeating)
     entries = fxq.quantize(model, "weight_only", example_inputs=inputs(1)[0], progress=False).ledger

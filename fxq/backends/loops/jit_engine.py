@@ -63,6 +63,11 @@ class JitKernel(EngineKernel):
                 self._check(None, x)
         return self.form.runner(self)(*inputs)
 
+    def bind(self, *inputs: Any) -> Callable[..., Any]:
+        """Return the program for inputs like these, see `Bindable.bind`; `forward` where those need the q/dq form."""
+        reads_memory = self.form is not None and all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)
+        return super().bind(*inputs) if reads_memory else self.forward
+
     @classmethod
     def profiled(
         cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any

@@ -304,6 +304,17 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
         """Integers, any shape -> float32 (*shape, D)."""
         return _rows(self.stored_weight(), x).view(*x.shape, *self.stored_weight().row)
 
+    def bind(self, x: Tensor) -> Callable[..., Tensor]:
+        """Return the function for indices like these, see `Bindable.bind`: of whole blocks of integers, few ops."""
+        stored = self.stored_weight()
+        values, scale, zero = stored.values, stored.scale, stored.zero_point
+        block = min(stored.block or stored.row[0], stored.row[0])
+        is_by_row = stored.axis == 0 if stored.block is None else stored.axis == 1
+        is_plain = stored.packing is None and values.dim() == 2
+        if scale is None or not is_by_row or not is_plain or stored.row[0] % block:
+            return self.forward
+        return _lookup(values.unflatten(1, (-1, block)), scale, zero, (*x.shape, *stored.row))
+
 
 class WeightOnlyBag(WeightOnlyKernel):
     """Embedding bag: sums, means or maxima of rows of an embedding. It converts only the rows that it reads."""
@@ -348,6 +359,33 @@ KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
     **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
 }
 """Weight-only kernels, by name of the op."""
+
+
+def _lookup(values: Tensor, scale: Tensor, zero: Tensor | None, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Function that converts rows of a table, by their indices: integers of any shape -> float32, of this shape.
+
+    Args:
+        values: stored integers, (N, blocks, block).
+        scale: of each block, with N * blocks elements.
+        zero: zero points in the shape of `scale`, or None.
+        shape: shape of the result.
+    """
+    scale, to = scale.view(*values.shape[:2], 1), torch.float32
+    if zero is None:
+
+        def scaled(x: Tensor) -> Tensor:
+            x = x.reshape(-1)
+            return values.index_select(0, x).to(to).mul_(scale.index_select(0, x)).view(shape)
+
+        return scaled
+    zero = zero.view(scale.shape)
+
+    def shifted(x: Tensor) -> Tensor:
+        x = x.reshape(-1)
+        rows = values.index_select(0, x).to(to).sub_(zero.index_select(0, x).to(to))
+        return rows.mul_(scale.index_select(0, x)).view(shape)
+
+    return shifted
 
 
 def _rows(stored: StoredWeight, indices: Tensor) -> Tensor:

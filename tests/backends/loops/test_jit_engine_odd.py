@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxq
 from fxq.backends.engine import EngineBackend
@@ -222,3 +223,13 @@ def test_regions_with_a_node_that_is_refused_beside_others_are_planned_twice_at_
     regions = list(jit_engine.Jit().regions(q))
     assert len(regions) == blocks and not any(node.name.startswith("add") for r in regions for node in r.nodes)
     assert len(calls) <= 3 * blocks
+
+
+def test_kernels_are_bound_to_their_programs():
+    """They looked up their program in each call, since their `forward` is their own, and `bind` was not."""
+    x = image()
+    (kernel,) = kernels(quantized(Flattened(), x))
+    assert isinstance(kernel.callable_for(x), RegionProgram)
+    assert torch.equal(kernel.callable_for(x)(x), kernel(x))
+    with FakeTensorMode() as mode:  # has no memory
+        assert kernel.callable_for(mode.from_tensor(x)) == kernel.forward

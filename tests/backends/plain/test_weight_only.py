@@ -287,6 +287,21 @@ def test_offsets_that_are_constants_are_kept_in_the_kernel():
         torch.testing.assert_close(qmodel(x), model(x), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("per", ["channel", 16, 20], ids=["rows", "blocks", "a short last block"])
+def test_lookups_are_bound_to_the_shape_of_their_indices(per, affine):
+    spec = fxq.TensorSpec(signed=not affine, symmetric=not affine, per=per, observer="minmax")
+    table = nn.Embedding(30, 48)
+    recipe = BITS8.override("*", fxq.QuantConfig(activation=None, weight=spec))
+    (kernel,) = quantized(table, recipe, torch.arange(30)).fxq_kernels.children()
+    for x in (torch.tensor(7), torch.tensor([3, 3]), torch.randint(0, 30, (2, 5)).int(), torch.zeros(2, 0).long()):
+        bound = kernel.callable_for(x)
+        assert (bound == kernel.forward) == (per == 20)
+        assert torch.equal(bound(x), kernel(x)) and bound(x).shape == (*x.shape, 48)
+    with pytest.raises(IndexError):
+        kernel.callable_for(torch.tensor([1]))(torch.tensor([30]))
+
+
 def test_no_rows_of_a_table():
     """An empty batch, and only empty bags, also with packed weights."""
     table, bags = nn.Embedding(11, 7), nn.EmbeddingBag(11, 7)

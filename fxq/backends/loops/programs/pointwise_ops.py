@@ -58,6 +58,13 @@ def mul(plan: StepBuilder, x: Any, other: Any) -> PlannedValue:
     return binary(plan, value, factor, True)
 
 
+@plans("div")
+def div(plan: StepBuilder, x: Any, other: Any, *, rounding_mode: Any = None) -> PlannedValue:
+    refuse(not isinstance(other, (int, float)) or other == 0, "it divides by no constant number")
+    refuse(rounding_mode is not None, "it rounds the quotient")
+    return mul(plan, x, PlannedWeight(torch.tensor(1 / other, dtype=torch.float32)))
+
+
 def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
     """Plan the sum or the product of two values, or of a value and a constant."""
     if isinstance(x, PlannedWeight):

@@ -177,6 +177,26 @@ def test_floats_are_added_by_a_step():
     check_both(draft, draft.op("add", draft.op("silu", draft.conv(x, 16, 3)), x))
 
 
+# ---- div
+
+
+def test_quotients_by_a_number():
+    draft = Draft()
+    x = draft.image(2, 16, 5, 4)
+    y = draft.op("div", draft.op("add", x, draft.op("silu", x)), -3.0)
+    assert kinds(check(draft, draft.quantize(draft.op("leaky_relu", y)))).count("PointwiseStep") == 4
+    folded = check(draft, draft.op("div", draft.conv(x, 33, 3), 4))
+    assert kinds(folded) == ["QuantizeStep", "ProductStep"]  # its scale and bias are a quarter
+
+
+def test_quotients_that_are_refused():
+    draft = Draft()
+    x = draft.image(2, 16)
+    for divisor in (x, draft.constant(torch.rand(16)), 0):
+        assert refused(draft, draft.op("div", x, divisor)) == "it divides by no constant number"
+    assert refused(draft, draft.op("div", x, 3.0, rounding_mode="floor")) == "it rounds the quotient"
+
+
 # ---- mul
 
 
