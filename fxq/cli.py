@@ -5,11 +5,13 @@ Modules that need PyTorch are imported when a command runs, so that `fxq --help`
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
@@ -28,7 +30,45 @@ if TYPE_CHECKING:
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _IN, _OUT = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
-_MODEL = click.argument("model", type=_IN)
+
+
+def _model_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command whose first argument is a quantized model, which is loaded from a file or folder."""
+
+    @click.argument("model", type=_IN)
+    @click.option(
+        "--import", "imports", multiple=True, metavar="MODULE", help="First import a module whose classes a file names."
+    )
+    @click.option("--into", help="Float model of a file of parts: package.module:name of it, or of a function.")
+    @functools.wraps(command)
+    def with_loaded(model: Path, imports: tuple[str, ...], into: str | None, **options: Any) -> None:
+        sys.path.insert(0, os.getcwd())
+        for name in imports:
+            try:
+                import_module(name)
+            except ImportError as error:
+                raise InputError(f"--import {name}: {words_of(error)}") from error
+        command(model=_loaded(model, into), **options)
+
+    return with_loaded
+
+
+def _loaded(path: Path, into: str | None = None) -> Any:
+    """Load a quantized model. Of a model of transformers, return the programs."""
+    from torch import nn
+
+    of_parts = {} if into is None else {"into": _called(into, "model", lambda value: not isinstance(value, nn.Module))}
+    loaded = fxq.load(path, **of_parts)
+    return loaded.programs if path.is_dir() else loaded  # a folder holds a model of transformers
+
+
+def _graphs(model: Any) -> Mapping[str, Any]:
+    """Return the graphs of a model by name: its programs or parts, or the model itself under an empty name."""
+    from fxq.results import PartsModel, QuantizedPrograms
+
+    if isinstance(model, QuantizedPrograms):
+        return model.programs
+    return model.parts if isinstance(model, PartsModel) else {"": model}
 
 
 class _Commands(click.Group):
@@ -139,21 +179,24 @@ def quantize(
 
 
 @main.command()
-@_MODEL
+@_model_command
 @_JSON
-def inspect(model: Path, as_json: bool) -> None:
-    """Print a table of the layers of MODEL, a .fxq file: precision, error and the reason for float."""
-    _print_model(fxq.load(model), as_json)
+def inspect(model: Any, as_json: bool) -> None:
+    """Print a table of the layers of MODEL, a .fxq file or a folder: precision, error and the reason for float."""
+    _print_model(model, as_json)
 
 
 @main.command()
-@_MODEL
+@_model_command
 @click.argument("other", type=_IN)
 @click.option("--svg", type=_OUT, help="Also draw the difference to this file.")
 @_JSON
-def diff(model: Path, other: Path, svg: Path | None, as_json: bool) -> None:
+def diff(model: Any, other: Path, svg: Path | None, as_json: bool) -> None:
     """Print the differences between the graphs of MODEL and OTHER, two .fxq files."""
-    difference = fxq.diff(fxq.load(model).history[-1], fxq.load(other).history[-1])
+    others = _graphs(_loaded(other))
+    if list(graphs := _graphs(model)) != list(others) or len(graphs) > 1:
+        raise InputError("diff compares two models of one graph each; these have several, or different ones.")
+    difference = fxq.diff(*(next(iter(of.values())).history[-1] for of in (graphs, others)))
     pictures = [] if svg is None else [str(difference.render(svg))]
     if as_json:
         names = {kind: list(getattr(difference, kind)) for kind in ("removed", "added", "rewired")}
@@ -165,29 +208,42 @@ def diff(model: Path, other: Path, svg: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@_MODEL
+@_model_command
 @_JSON
-def bench(model: Path, as_json: bool) -> None:
-    """Time every layer of MODEL, a .fxq file, on random inputs of the recorded shapes."""
-    profile = fxq.load(model).profile()
-    click.echo(profile.to_json() if as_json else profile)
+def bench(model: Any, as_json: bool) -> None:
+    """Time every layer of MODEL, a .fxq file or a folder, on random inputs of the recorded shapes."""
+    profiles = {name: graph.profile() for name, graph in _graphs(model).items()}
+    if as_json:
+        data = {name: json.loads(profile.to_json()) for name, profile in profiles.items()}
+        click.echo(json.dumps(data.get("", data), indent=2))
+        return
+    for name, profile in profiles.items():
+        click.echo(f"{name}:\n{profile}" if name else profile)
 
 
 @main.command()
-@_MODEL
+@_model_command
 @click.argument("page", type=_OUT)
-def report(model: Path, page: Path) -> None:
-    """Write a report of MODEL, a .fxq file, to PAGE, one HTML file."""
-    click.echo(fxq.load(model).report(page))
+def report(model: Any, page: Path) -> None:
+    """Write a report of MODEL, a .fxq file or a folder, to PAGE, one HTML file; one for each program of a decoder."""
+    _echo_paths(model.report(page))
 
 
 @main.command()
-@_MODEL
+@_model_command
 @click.argument("path", type=_OUT)
 @click.option("--fixed", is_flag=True, help="Fix the batch size to that of the example.")
-def export(model: Path, path: Path, fixed: bool) -> None:
-    """Export MODEL, a .fxq file, to PATH: .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
-    click.echo(fxq.load(model).export(path, dynamic=not fixed))
+def export(model: Any, path: Path, fixed: bool) -> None:
+    """Export MODEL, a .fxq file or a folder, to PATH: .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
+    if not hasattr(model, "export"):
+        raise InputError("a model in parts runs Python code around them, which no exported file can hold.")
+    _echo_paths(model.export(path, dynamic=not fixed))
+
+
+def _echo_paths(written: Any) -> None:
+    """Print the path of a file, or of those of several programs."""
+    for path in written.values() if isinstance(written, dict) else [written]:
+        click.echo(path)
 
 
 @main.command()
@@ -258,21 +314,33 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise InputError(f"the weights of {path} cannot be loaded: {words_of(error)}") from error
 
 
-def _print_model(qmodel: fxq.results.QuantizedModel, as_json: bool) -> None:
+def _print_model(model: Any, as_json: bool) -> None:
+    """Print facts and the ledger of a model, for each of its programs."""
+    from fxq.results import QuantizedPrograms
+
+    of_programs = model.programs if isinstance(model, QuantizedPrograms) else {"": model}
+    if as_json:
+        data = {name: _facts(graph) for name, graph in of_programs.items()}
+        click.echo(json.dumps(data.get("", data), indent=2, allow_nan=False))
+        return
+    for name, graph in of_programs.items():
+        facts = {**_facts(graph), "output_sqnr": graph.output_sqnr}
+        facts.pop("layers")
+        values = {fact: f"{v:.4g}" if isinstance(v, float) else v for fact, v in facts.items()}
+        lines = [f"{fact}: {value}" for fact, value in values.items()]
+        click.echo("\n".join([*([f"program {name}"] if name else []), *lines, str(graph.ledger)]))
+
+
+def _facts(graph: Any) -> dict[str, Any]:
+    """Facts about a quantized model, with its ledger, as data that JSON can hold."""
     from fxq.common.metrics import nbytes
 
-    facts = {
-        "backend": qmodel.backend,
-        "preset": qmodel.recipe.preset,
-        "bytes": nbytes(qmodel),
-        "int8_macs": qmodel.ledger.coverage,
-        "output_sqnr": qmodel.output_sqnr,
+    layers = json.loads(graph.ledger.to_json())
+    return {
+        "backend": graph.backend,
+        "preset": graph.recipe.preset,
+        "bytes": nbytes(graph),
+        "int8_macs": graph.ledger.coverage,
+        "output_sqnr": layers["output_sqnr"],
+        "layers": layers,
     }
-    if as_json:
-        layers = json.loads(qmodel.ledger.to_json())
-        facts["output_sqnr"] = layers["output_sqnr"]  # as JSON has it
-        click.echo(json.dumps({**facts, "layers": layers}, indent=2, allow_nan=False))
-        return
-    for name, value in facts.items():
-        click.echo(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    click.echo(qmodel.ledger)

@@ -269,3 +269,61 @@ def test_the_effort_is_an_option(run, recipe):
     assert fxq.load("m.fxq").recipe.optimize == "coverage"
     result = run("quantize", "commanded:make", "--data", "commanded:batches", "-o", "m.fxq", "--effort", "fats")
     assert result.exit_code == 1 and "unknown effort 'fats'" in result.output
+
+
+PARTS = """
+import torch
+from torch import nn
+
+class Looping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.inner(x)
+            if float(x.sum()) > 1e6:
+                break
+        return x
+
+def make():
+    torch.manual_seed(0)
+    return Looping()
+
+def batches():
+    return [torch.randn(4, 8) for _ in range(2)]
+"""
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_a_file_of_parts(run, recipe, tmp_path):
+    (tmp_path / "looping.py").write_text(PARTS)
+    args = ("--data", "looping:batches", "--recipe", recipe, "-o", "p.fxq")
+    assert run("quantize", "looping:make", *args).exit_code == 0
+    assert "pass the float model" in run("inspect", "p.fxq").stderr
+    told = json.loads(run("inspect", "p.fxq", "--into", "looping:make", "--json").stdout)
+    assert [op["op"] for op in told["layers"]["ops"]] == ["linear", "relu", "linear", "python"]
+    assert list(json.loads(run("bench", "p.fxq", "--into", "looping:make", "--json").stdout)) == ["inner"]
+    assert run("report", "p.fxq", "page.html", "--into", "looping:make").exit_code == 0
+    assert "a model in parts runs Python code" in run("export", "p.fxq", "p.onnx", "--into", "looping:make").stderr
+
+
+def test_a_folder_of_transformers(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    qmodel = fxq.quantize(transformers.LlamaForCausalLM(config).eval(), "weight_only")
+    qmodel.save_pretrained(tmp_path / "llama")
+    qmodel.programs.save(tmp_path / "programs.fxq")
+    names = list(qmodel.programs.programs)
+    for model in ("llama", "programs.fxq"):
+        told = json.loads(run("inspect", model, "--json", "--import", "transformers").stdout)
+        facts = [told[name] for name in names] if len(names) > 1 else [told[names[0]]]
+        assert all(fact["layers"]["ops"] and fact["preset"] == "weight_only" for fact in facts)
+        assert "weight-only" in run("inspect", model).stdout
+        assert set(json.loads(run("bench", model, "--json").stdout)) == set(names)
+    assert len(run("report", "llama", "page.html").stdout.split()) == len(names) == len(list(tmp_path.glob("*.html")))
+    assert "no module named" in run("inspect", "programs.fxq", "--import", "missing_module").stderr.lower()
