@@ -92,6 +92,8 @@ def _weight(tensors: Tensors, layer: str, kinds: list[Mapping[str, Any]]) -> Gri
             raise FileError(f"{groups} groups of {columns} inputs have none of the sizes of the config.")
     if "weight_g_idx" in own and not torch.equal(own["weight_g_idx"].long(), torch.arange(columns) // block):
         raise FileError("its groups are in the order of activations (actorder), and fxq has blocks of adjacent inputs.")
+    if zero is None and not any(kind.get("symmetric", True) for kind in kinds if kind.get("num_bits") == bits):
+        raise FileError("it has no weight_zero_point, but the config says that its grid is not symmetric.")
     zero = torch.zeros(rows, groups, dtype=torch.int32) if zero is None else zero.reshape(-1, groups).expand(rows, -1)
     check_shape("weight_zero_point", zero, (rows, groups), torch.int8, torch.int32, torch.int64)
     return GridWeight.of(integers, scale, zero.to(torch.int32), block, bits)

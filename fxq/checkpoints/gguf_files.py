@@ -6,6 +6,7 @@ a zero point between integers: their values are equal up to rounding in float32.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -275,6 +276,35 @@ def in_names_of_transformers(file: GgufFile, names: Iterable[str]) -> StoredWeig
         file.path,
         {name: partial(_in_halves, renamed, name, ordered.get(name)) for name in renamed},
     )
+
+
+_IN_CONFIG = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+"""Attribute of a configuration of transformers that a number of the metadata describes."""
+
+
+def check_configuration(file: GgufFile, config: Any) -> None:
+    """Raise `FileError` if the metadata of a file contradict a configuration of transformers.
+
+    The weights of a model with other heads or another norm may have equal shapes.
+    """
+    arch = file.metadata.get("general.architecture")
+    for name, attribute in _IN_CONFIG.items():
+        stored, own = file.metadata.get(f"{arch}.{name}"), getattr(config, attribute, None)
+        if attribute == "rope_theta":
+            own = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", own)
+        are_numbers = isinstance(stored, (int, float)) and isinstance(own, (int, float))
+        if are_numbers and not math.isclose(stored, own, rel_tol=1e-6):  # type: ignore[arg-type]
+            raise FileError(
+                f"{str(file.path)!r} has {arch}.{name} {stored:g}, and the configuration {attribute} {own:g}. Give a "
+                "model with the configuration of the file."
+            )
 
 
 def _in_halves(weights: StoredWeights, name: str, heads: int | None) -> Tensor | GridWeight:

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from fxq.checkpoints.gguf_files import GgufFile, in_names_of_transformers
+from fxq.checkpoints.gguf_files import GgufFile, check_configuration, in_names_of_transformers
 from fxq.checkpoints.grid_weight import GridWeight, StoredWeights
 from fxq.checkpoints.mapped_weights import MappedWeights
 from fxq.checkpoints.open_checkpoint import open_checkpoint
@@ -138,6 +138,7 @@ def _float_model(shell: Any, config: Any, checkpoint: StoredWeights) -> tuple[An
     """Float model with the values of a checkpoint, and the weights that are integers."""
     names = list(shell.state_dict())
     if isinstance(checkpoint, GgufFile):
+        check_configuration(checkpoint, config)
         checkpoint = in_names_of_transformers(checkpoint, names)
     tied = getattr(shell, "all_tied_weights_keys", None) or {}
     missing = [name for name in names if name not in checkpoint and tied.get(name) not in checkpoint]

@@ -119,6 +119,10 @@ def test_compressed_tensors(bits, symmetric, tmp_path):
         tensors["a.weight_zero_point"] = words(zero.t(), bits).t()
     read = open_checkpoint(folder(tmp_path, tensors, compressed(bits, 16, symmetric)))
     torch.testing.assert_close(read["a.weight"].floats, floats, rtol=2e-7, atol=2e-6 * symmetric)
+    if not symmetric:
+        del tensors["a.weight_zero_point"]
+        with pytest.raises(FileError, match=r"no weight_zero_point, but .* not symmetric"):
+            _ = open_checkpoint(folder(tmp_path, tensors, compressed(bits, 16, symmetric)))["a.weight"]
 
 
 def test_whole_bytes_of_compressed_tensors(tmp_path):

@@ -32,8 +32,8 @@ def test_an_exported_checkpoint_computes_the_same(format, tmp_path):
     assert loaded.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 9)
 
 
-def gguf_model(path, kinds, positive=False):
-    """GGUF file of a small Llama, and the float model with the same values, decoded one by one."""
+def gguf_model(path, kinds, positive=False, **more):
+    """GGUF file of a small Llama, `more` metadata, and the float model with the same values, decoded one by one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=48, num_hidden_layers=1, max_position_embeddings=64, **sizes)
@@ -61,7 +61,8 @@ def gguf_model(path, kinds, positive=False):
             values = values.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(shape)
         parameter.data = values
     about = {"general.architecture": "llama", "llama.block_count": 1, "llama.attention.head_count": 4}
-    return write_gguf(path, {**about, "llama.attention.head_count_kv": 2}, tensors), model
+    about |= {"llama.attention.head_count_kv": 2, **{f"llama.{name}": value for name, value in more.items()}}
+    return write_gguf(path, about, tensors), model
 
 
 def test_gguf(tmp_path):
@@ -103,6 +104,23 @@ def test_what_cannot_be_loaded_is_said(tmp_path):
     path = write_gguf(tmp_path / "b.gguf", {"general.architecture": "gemma"}, {"a": (0, (1,), bytes(4))})
     with pytest.raises(FileError, match="architecture 'gemma'; fxq reads llama"):
         fxq.load(path, into=llama())
+
+
+def test_a_configuration_that_contradicts_the_file(tmp_path):
+    """Other heads, or another norm or rotary embedding, leave all shapes as they are."""
+    pytest.importorskip("gguf")
+    more = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0}
+    path, model = gguf_model(tmp_path / "m.gguf", itertools.repeat(8), **more)
+    fxq.load(path, into=model)
+    for changes, says in (
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}, "head_count 4, .*num_attention_heads 8"),
+        ({"rms_norm_eps": 1e-2}, "layer_norm_rms_epsilon 1e-06, .*rms_norm_eps 0.01"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "freq_base 10000, .*rope_theta 500000"),
+        ({"num_hidden_layers": 0}, "block_count 1, .*num_hidden_layers 0"),
+    ):
+        config = transformers.LlamaConfig(**{**model.config.to_dict(), **changes})
+        with pytest.raises(FileError, match=says):
+            fxq.load(path, into=transformers.LlamaForCausalLM(config))
 
 
 @pytest.mark.parametrize("config", [
