@@ -108,13 +108,13 @@ class InputProducts:
         """
         self.count, self._gram = self.count + x.shape[1], None
         weighted = x if counts is None else x * counts[:, None]
-        total = weighted.sum(1)
+        total = x.sum(1) if counts is None else counts @ x
         sums = {"gram": _symmetric(weighted, x), "x": total, "real": total.clone()}
         if real is not None:
             error = x - real
             error = error if self._weight is None else error @ self._weight.mT
             sums["error"] = error.mT @ weighted
-            sums["real"] = real.sum(1) if counts is None else (real * counts[:, None]).sum(1)
+            sums["real"] = real.sum(1) if counts is None else counts @ real
         for name, value in sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
