@@ -380,10 +380,10 @@ class PeakOfTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        known = {storage.data_ptr() for storage in map(torch.Tensor.untyped_storage, tensors((args, kwargs)))}
+        inputs = {storage.data_ptr() for storage in map(torch.Tensor.untyped_storage, tensors((args, kwargs)))}
         for storage in map(torch.Tensor.untyped_storage, tensors(result)):
             address = storage.data_ptr()
-            if address and address not in known and address not in self._alive:
+            if address and address not in inputs and address not in self._alive:
                 self._alive[address] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, address)
         self.peak = max(self.peak, sum(self._alive.values()))
