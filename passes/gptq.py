@@ -85,6 +85,10 @@ class Gptq(Reconstruction):
         weights = [config.weight for config in configs if config.weight is not None]
         return any(weight.format == "integer" and weight.bits <= self.max_bits for weight in weights)
 
+    def scratch_bytes(self, rows: tuple[int, int, int]) -> int:
+        groups, outputs, inputs = rows
+        return 4 * groups * inputs * (_SQUARES * inputs + _COPIES * outputs)
+
     def run(self, rewriter: Rewriter[Context]) -> None:
         if self.needs_data or rewriter.context.samples:
             super().run(rewriter)
@@ -124,40 +128,42 @@ class Gptq(Reconstruction):
                 weights at that time; the block's columns then stay together. None: the grid stays.
         """
         factors = self._factors(error, size)
-        order, ahead, back = factors.order, factors.ahead, factors.order.argsort()
+        order, ahead = factors.order, factors.ahead
         # columns are rows here, which are contiguous: (groups, inputs, outputs)
-        target = layer.weight[:, :, order].mT.contiguous()
+        target = layer.weight.mT.contiguous()[:, order]
         wanted = target - factors.shift(error.slope)  # before later columns compensate what was rounded
-        scale, zero_point = (
-            torch.empty_like(target) if size is not None else values[:, :, order].mT.contiguous()
-            for values in (layer.scale, layer.zero_point)
-        )
-        steps, errors, spec = torch.empty_like(target), torch.empty_like(target), _spec_of(layer)
         starts = _starts(order, size)
-        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        columns = order if size is None else order[starts]  # one for each scale of a row
+        scale, zero_point = (values[:, :, columns].mT.contiguous() for values in (layer.scale, layer.zero_point))
+        steps, errors, spec = torch.empty_like(target), torch.empty_like(target), _spec_of(layer)
+        for i, (start, stop) in enumerate(zip(starts, [*starts[1:], len(order)], strict=True)):
             block = slice(start, stop)
+            read = block if size is None else slice(i, i + 1)
             real = torch.baddbmm(wanted[:, block], ahead[:, block, :start], errors[:, :start])
             if size is not None:
-                chosen = block_grid(real, factors.importance[:, block], spec)
-                scale[:, block], zero_point[:, block] = (values[:, None] for values in chosen)
+                scale[:, i], zero_point[:, i] = block_grid(real, factors.importance[:, block], spec)
+            step, zero = (values[:, read].expand_as(real) for values in (scale, zero_point))
             steps[:, block], errors[:, block] = round_block(
-                target[:, block], real, scale[:, block], layer.qmin - zero_point[:, block],
-                layer.qmax - zero_point[:, block], ahead[:, block, block],
-            )  # fmt: skip
-        scale, zero_point, steps = (values[:, back].mT.contiguous() for values in (scale, zero_point, steps))
-        return replace(layer, scale=scale, zero_point=zero_point), steps.add_(zero_point)
+                target[:, block], real, step, layer.qmin - zero, layer.qmax - zero, ahead[:, block, block]
+            )
+        if size is not None:
+            by_place = columns.argsort()
+            scale, zero_point = (
+                values[:, by_place].mT[:, :, :, None].expand(-1, -1, -1, size).flatten(2)[:, :, : len(order)]
+                for values in (scale, zero_point)
+            )
+            layer = replace(layer, scale=scale, zero_point=zero_point)
+        return layer, steps[:, order.argsort()].mT.contiguous().add_(layer.zero_point)
 
     def _factors(self, error: OutputError, size: int | None) -> _Factors:
         """Factors of the damped Hessian, with the columns in order; computed once for layers with the same inputs."""
         key = self, size, error.centred
         if key not in error.inputs.derived:
-            gram = error.gram
-            usual = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-            damped = gram + torch.where(usual > 0, self.damping * usual, 1.0) * torch.eye(
-                gram.shape[1], dtype=gram.dtype, device=gram.device
-            )
-            order = self._order(damped.diagonal(dim1=1, dim2=2).sum(0), size)
-            error.inputs.derived[key] = _Factors.of(damped, order)
+            diagonal = error.gram.diagonal(dim1=1, dim2=2)
+            usual = diagonal.mean(1, keepdim=True)
+            added = torch.where(usual > 0, self.damping * usual, 1.0)
+            order = self._order((diagonal + added).sum(0), size)
+            error.inputs.derived[key] = _Factors.of(error.gram, added, order)
         factors: _Factors = error.inputs.derived[key]
         return factors
 
@@ -189,14 +195,21 @@ class _Factors:
     importance: Tensor
 
     @classmethod
-    def of(cls, hessian: Tensor, order: Tensor) -> _Factors:
-        """Factors of a Hessian, (G, K, K), for columns in an order, (K,)."""
+    def of(cls, gram: Tensor, added: Tensor, order: Tensor) -> _Factors:
+        """Factors of the Hessian, for columns in an order, (K,).
+
+        Args:
+            gram: mean product of each two inputs, (G, K, K).
+            added: number that is added to its diagonal, (G, 1).
+            order: the order, (K,).
+        """
         last = order.flip(0)
-        lower = torch.linalg.cholesky(hessian[:, last][:, :, last])
+        hessian = gram[:, last[:, None], last]
+        hessian.diagonal(dim1=1, dim2=2).add_(added)
+        lower = torch.linalg.cholesky(hessian)
         # The error is |U e|^2 with U = lower.mT, e in reverse order: a column meets the errors of earlier ones only.
-        upper = lower.mT.flip(1, 2)
-        diagonal = upper.diagonal(dim1=1, dim2=2)
-        return cls(order, lower, upper / diagonal[:, :, None], diagonal**2)
+        diagonal = lower.diagonal(dim1=1, dim2=2).flip(1)
+        return cls(order, lower, lower.mT.flip(1, 2).div_(diagonal[:, :, None]), diagonal**2)
 
     def shift(self, slope: Tensor) -> Tensor:
         """Amount that an error with a slope, (G, R, K), subtracts from the columns in order, (G, K, R).
@@ -226,6 +239,10 @@ def _spec_of(layer: WeightRows) -> TensorSpec:
     return TensorSpec(bits=bits, signed=layer.qmin < 0, symmetric=layer.is_symmetric)
 
 
+_SQUARES = 7
+"""Matrices of inputs by inputs in memory: products and their errors, as sums, damped and as means, and factors."""
+_COPIES = 14
+"""Tensors of the shape of a weight in memory: the weight, scales and zero points of each value, integers, errors."""
 _GROUP = 128
 """Number of columns of a block, if the weight has no blocks."""
 _TRUST_FACTORS = 1 / 4, 1.0, 4.0

@@ -96,6 +96,7 @@ class InputProducts:
     def __init__(self, weight: Tensor | None = None) -> None:
         self.count, self.derived = 0, dict[Hashable, Any]()
         self._weight, self._sums = weight, dict[str, Tensor]()
+        self._gram: Tensor | None = None
 
     def add(self, x: Tensor, real: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Add patches.
@@ -105,15 +106,15 @@ class InputProducts:
             real: patches of the float inputs, same shape; None: the same values.
             counts: weights of the patches, (n,), on average 1; None: all equal.
         """
-        self.count += x.shape[1]
+        self.count, self._gram = self.count + x.shape[1], None
         weighted = x if counts is None else x * counts[:, None]
-        total = weighted.sum(1)
+        total = x.sum(1) if counts is None else counts @ x
         sums = {"gram": _symmetric(weighted, x), "x": total, "real": total.clone()}
         if real is not None:
             error = x - real
             error = error if self._weight is None else error @ self._weight.mT
             sums["error"] = error.mT @ weighted
-            sums["real"] = real.sum(1) if counts is None else (real * counts[:, None]).sum(1)
+            sums["real"] = real.sum(1) if counts is None else counts @ real
         for name, value in sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
@@ -142,8 +143,10 @@ class InputProducts:
         return products
 
     def gram(self) -> Tensor:
-        """Mean product of each two inputs, (G, K, K)."""
-        return self._sums["gram"] / max(self.count, 1)
+        """Mean product of each two inputs, (G, K, K); computed once for layers with the same inputs."""
+        if self._gram is None:
+            self._gram = self._sums["gram"] / max(self.count, 1)
+        return self._gram
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Means of the inputs and of the float inputs, (G, K)."""

@@ -116,6 +116,14 @@ class Pass(ABC):
         """Whether the pass may change a model whose layers have these configs. If not, it reads no samples."""
         return True
 
+    def scratch_bytes(self, rows: tuple[int, int, int]) -> int:
+        """Bytes of temporary tensors while the pass chooses the integers of one weight with data; 0 if it does not.
+
+        Args:
+            rows: groups, outputs of a group and inputs of an output of the weight.
+        """
+        return 0
+
     @property
     def replaceable(self) -> bool:
         """Whether a recipe may insert a pass of this name, which replaces this one; else that is an error."""

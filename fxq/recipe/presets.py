@@ -139,7 +139,9 @@ def weight_only(
     With 4 bits or fewer, embeddings, layers that share their tables, and the heads of language models of transformers
     have 8 bits, unless an override selects them. If there is data, the pass `gptq` chooses the integers of 4 bits or
     fewer with it, also those of a head that shares its table. For at most 4.5 bits per weight in all, give data, and 4
-    bits to these layers, too: `recipe.override(nn.Embedding, recipe.config).override("lm_head", recipe.config)`.
+    bits to these layers, too: `recipe.override(nn.Embedding, recipe.config).override("lm_head", recipe.config)`. If
+    they have at most 15 % of the weights, blocks of 128 for the other layers leave 6 bits for them, which lose less:
+    override with the config of `weight_only(bits=6)` a recipe with `bits=4, per=128`.
 
     Args:
         bits: 5 to 8 (default: 8): symmetric, one scale per channel, for embeddings per block of 64 values; in models

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded
-from fxq.common.metrics import Agreement
+from fxq.common.metrics import Agreement, tensors
 from fxq.errors import InputError
 from fxq.graph.info import info, precision_of
 from fxq.graph.program import IsolatedGraph
@@ -58,7 +59,7 @@ _MAX_SAMPLES = 16
 
 @dataclass
 class _Weight:
-    """Weight of one layer or of several, with its size and error for each spec.
+    """Weight of one layer or of several, with its size and error for each spec; of a recurrent layer, all its weights.
 
     Attributes:
         layers: layers that read it.
@@ -209,70 +210,102 @@ def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> dict[Any, _Weig
 def _stored_bytes(trials: Trials, recipe: Recipe) -> dict[Any, int]:
     """Bytes of each weight with scales and zero points, by key, as a candidate stores them."""
     keys: dict[Any, Any] = {}
-    managers = trials.managers(recipe)
-    return {key: weight_sizes(m.gm, node)[1] for m in managers for node, _, _, key in _reads(m, keys)}
+    stored: Counter[Any] = Counter()
+    for manager in trials.managers(recipe):
+        for read in _reads(manager, keys):
+            stored[read.key] += weight_sizes(manager.gm, read.node)[1] if read.is_first else 0
+    return dict(stored)
 
 
-def _reads(manager: PassManager, keys: dict[Any, Any]) -> Iterator[tuple[fx.Node, fx.Node, TunableLayer, Any]]:
-    """Yield node, dequantized weight, layer and key of the weight, of each layer of a graph with one integer weight.
+class _Read(NamedTuple):
+    """Layer of a graph that reads integer weights.
 
-    `keys` has the key of each tensor of the candidate: the first layer that reads it, since tied weights share a
-    tensor, and candidates have copies of their own of transposed weights.
+    Attributes:
+        node: node of the layer.
+        weights: dequantized weights; a recurrent layer has two.
+        layer: the layer as overrides select it.
+        key: key of the weights in the model.
+        is_first: whether no earlier layer reads them.
     """
-    for node in manager.gm.graph.nodes:
+
+    node: fx.Node
+    weights: tuple[fx.Node, ...]
+    layer: TunableLayer
+    key: Any
+    is_first: bool
+
+
+def _reads(manager: PassManager, keys: dict[Any, Any]) -> Iterator[_Read]:
+    """Yield the layers of a graph with integer weights.
+
+    `keys` has the key of each tensor and of each override of the candidate: the first layer that reads it, since tied
+    weights share a tensor, and candidates have copies of their own of transposed weights. The layers of a recurrent
+    module share an override, and thus a key.
+    """
+    gm = manager.gm
+    for node in gm.graph.nodes:
         layer = layer_of(manager, node, {}) if precision_of(node) == "weight-only" else None
-        reads = [read for read in node.all_input_nodes if integer_weight(manager.gm, read) is not None]
-        if layer is None or len(reads) != 1 or not info(reads[0]).stands_for:
+        weights = tuple(read for read in node.all_input_nodes if integer_weight(gm, read) is not None)
+        if layer is None or not weights or not all(info(weight).stands_for for weight in weights):
             continue
-        real = read_attribute(manager.gm, info(reads[0]).stands_for)
-        key = keys.setdefault((real.data_ptr(), real.shape), (layer.selectors, info(reads[0]).stands_for))
-        yield node, reads[0], layer, key
+        reals = [read_attribute(gm, info(weight).stands_for) for weight in weights]
+        place = tuple((real.data_ptr(), real.shape) for real in reals)
+        first = layer.selectors, info(weights[0]).stands_for
+        key, is_first = keys.get(place, keys.get(layer.selectors, first)), place not in keys
+        keys[place] = keys[layer.selectors] = key
+        yield _Read(node, weights, layer, key, is_first)
 
 
 def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dict[Any, Any]) -> None:
     """Add the weights of a graph, with their sizes and errors for one spec; see `_reads` for `keys`."""
-    reads, read_by = {}, {}
-    for node, reads[node], layer, key in _reads(manager, keys):
-        weight = read_by[node] = weights.setdefault(key, _Weight())
-        if layer.selectors not in [earlier.selectors for earlier in weight.layers]:
-            weight.layers.append(layer)
-        if name in SPECS:
-            weight.values, weight.sizes[name] = weight_sizes(manager.gm, node)
-    for node, error in _errors(manager, reads).items():
-        read_by[node].errors[name] = read_by[node].errors.get(name, 0.0) + error
+    reads = list(_reads(manager, keys))
+    for read in reads:
+        weight = weights.setdefault(read.key, _Weight())
+        if read.layer.selectors not in [earlier.selectors for earlier in weight.layers]:
+            weight.layers.append(read.layer)
+        if name in SPECS and read.is_first:
+            values, size = weight_sizes(manager.gm, read.node)
+            weight.values += values if name == _MEASURED else 0
+            weight.sizes[name] = weight.sizes.get(name, 0) + size
+    for read, error in zip(reads, _errors(manager, reads), strict=True):
+        errors = weights[read.key].errors
+        errors[name] = errors.get(name, 0.0) + error
 
 
-def _errors(manager: PassManager, reads: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, float]:
-    """Noise of the output of each layer relative to the output if only its weight is in integers, on recorded samples.
+def _errors(manager: PassManager, reads: Sequence[_Read]) -> list[float]:
+    """Noise of the output of each layer relative to the output if only its weights are in integers.
 
     Args:
-        manager: manager of a qdq graph.
-        reads: dequantized weight that each layer reads.
+        manager: manager of a qdq graph, with recorded samples.
+        reads: the layers.
     """
     gm, context = manager.gm, manager.context
-    agreements = {node: Agreement() for node in reads}
+    agreements = {read.node: Agreement() for read in reads}
+    weights = {read.node: read.weights for read in reads}
 
-    def run(batches: Sequence[Batch]) -> dict[fx.Node, float]:
+    def run(batches: Sequence[Batch]) -> list[float]:
         for batch in batches:
             program = IsolatedGraph(gm, gm.graph)
             floats = FloatForm(gm, copied(batch), program.graph, program.modules)
             with torch.no_grad(), seeded():
                 for node in program.graph.nodes:
-                    rounded = _with_integers(floats, node, reads[node]) if node in reads else None
+                    rounded = _with_integers(floats, node, weights[node]) if node in weights else None
                     value = floats.step(node)
-                    if rounded is not None:
-                        agreements[node].add(value, rounded)
-        return {node: agreement.noise / max(agreement.signal, 1e-30) for node, agreement in agreements.items()}
+                    for pair in zip(tensors(value), tensors(rounded), strict=True) if node in weights else ():
+                        agreements[node].add(*pair)
+        return [agreement.noise / max(agreement.signal, 1e-30) for agreement in agreements.values()]
 
     return on_samples(context, _MAX_SAMPLES, run)
 
 
-def _with_integers(floats: FloatForm, node: fx.Node, read: fx.Node) -> Any:
-    """Output of the next layer of a float run, with its dequantized weight."""
-    gm = floats.gm
-    stored = {value: read_attribute(gm, str(value.target)) for value in read.all_input_nodes}
-    real, floats.values[read] = floats.values[read], value_of(gm, read, stored)
-    value, floats.values[read] = floats.compute(node), real
+def _with_integers(floats: FloatForm, node: fx.Node, weights: Sequence[fx.Node]) -> Any:
+    """Output of the next layer of a float run, with its dequantized weights."""
+    gm, real = floats.gm, {weight: floats.values[weight] for weight in weights}
+    for weight in weights:
+        stored = {value: read_attribute(gm, str(value.target)) for value in weight.all_input_nodes}
+        floats.values[weight] = value_of(gm, weight, stored)
+    value = floats.compute(node)
+    floats.values.update(real)
     return value
 
 

@@ -71,27 +71,44 @@ def rounded(subject: Subject) -> Any:
     )
 
 
-def everywhere(recipe: fxq.Recipe, subject: Subject) -> fxq.Recipe:
-    """Recipe that gives embeddings and the head the bits of the other layers, too."""
-    recipe = recipe.override(torch.nn.Embedding, recipe.config)
-    return recipe.override("lm_head", recipe.config) if subject.is_transformers_model else recipe
+def everywhere(recipe: fxq.Recipe, subject: Subject, bits: int | None = None) -> fxq.Recipe:
+    """Recipe that gives embeddings and the head a number of bits; None: the spec of the other layers."""
+    config = recipe.config if bits is None else fxq.Recipe.weight_only(bits=bits).config
+    recipe = recipe.override(torch.nn.Embedding, config)
+    return recipe.override("lm_head", config) if subject.is_transformers_model else recipe
 
 
-def plain(bits: int, per: int | None, reads_data: bool, all_layers: bool = False) -> Callable[[Subject], Any]:
+def plain(
+    bits: int, per: int | None, reads_data: bool, all_layers: bool = False, head_bits: int | None = None
+) -> Callable[[Subject], Any]:
     """The default of fxq with a number of bits and a block size, with or without calibration data.
 
-    With `all_layers`, embeddings and the head have these bits, too.
+    With `all_layers`, embeddings and the head have these bits, too, or `head_bits`.
     """
 
     def quantized(subject: Subject) -> Any:
-        parts = subject.calibration.split(8)
-        batches = (
-            [{"input_ids": rows} if subject.is_transformers_model else rows for rows in parts] if reads_data else None
-        )
+        batches = batches_of(subject) if reads_data else None
         recipe = fxq.Recipe.weight_only(bits=bits, per=per)
-        recipe = everywhere(recipe, subject) if all_layers else recipe
+        recipe = everywhere(recipe, subject, head_bits) if all_layers else recipe
         example = None if subject.is_transformers_model or reads_data else subject.calibration
         return fxq.quantize(subject.model, recipe, data=batches, example_inputs=example)
+
+    return quantized
+
+
+def batches_of(subject: Subject) -> list[Any]:
+    """Calibration data in batches of 8 sequences."""
+    parts = subject.calibration.split(8)
+    return [{"input_ids": rows} if subject.is_transformers_model else rows for rows in parts]
+
+
+def searched(budget: str) -> Callable[[Subject], Any]:
+    """The bits and blocks of each weight that `fxq.search` chooses within a budget, with calibration data."""
+
+    def quantized(subject: Subject) -> Any:
+        batches = batches_of(subject)
+        result = fxq.search(subject.model, fxq.Recipe.weight_only(bits=4), batches, budget=budget)
+        return fxq.quantize(subject.model, result.recipe, data=batches)
 
     return quantized
 
@@ -176,6 +193,8 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
     "fxq int4, data": plain(4, None, reads_data=True),
     "fxq int4, all": plain(4, None, reads_data=False, all_layers=True),
     "fxq int4, all, data": plain(4, None, reads_data=True, all_layers=True),
+    "fxq int4, blocks of 128, head in 6 bits, data": plain(4, 128, True, all_layers=True, head_bits=6),
+    "fxq search, 4.5 bits": searched("4.5 bits"),
     "fxq int4, blocks of 128, data": plain(4, 128, reads_data=True),
     "fxq int4, blocks of 32, data": plain(4, 32, reads_data=True),
     "fxq int8": plain(8, None, reads_data=False),

@@ -1,14 +1,16 @@
 """gptq: against the algorithm written out plainly, and what it is worth."""
 
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxq
-from fxq.common.metrics import sqnr
+from fxq.common.metrics import sqnr, tensors
 from fxq.errors import InputError, RecipeError
 from fxq.paired.output_error import InputProducts, OutputError, WeightRows
 from fxq.passes import Gptq
@@ -367,3 +369,47 @@ def test_samples_are_recorded_only_if_a_weight_needs_them():
     for recipe, count in ((eight, 32), (FOUR_BITS, 64), (eight.override("1", FOUR_BITS.config), 64)):
         observed = fxq.calibrate(fxq.prepare(model, recipe, example_inputs=data[0]), data)
         assert sum(len(batch.args[0]) for batch in observed.manager.context.samples) == count
+
+
+class PeakOfTensors(TorchDispatchMode):
+    """Peak of the bytes of the tensors that ops return and that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {storage.data_ptr() for storage in map(torch.Tensor.untyped_storage, tensors((args, kwargs)))}
+        for storage in map(torch.Tensor.untyped_storage, tensors(result)):
+            address = storage.data_ptr()
+            if address and address not in inputs and address not in self._alive:
+                self._alive[address] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, address)
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("inputs", "outputs"), [(640, 640), (1024, 600), (256, 2048)])
+def test_its_memory_is_as_estimated(inputs, outputs, monkeypatch):
+    model = nn.Sequential(nn.Linear(16, inputs), nn.ReLU(), nn.Linear(inputs, outputs)).eval()
+    recipe = fxq.Recipe.weight_only(bits=4, backend="reference").override("0", fxq.FLOAT)
+    run, peaks = Gptq.run, []
+
+    def measured(self, rewriter):
+        with PeakOfTensors() as tensors_alive:
+            run(self, rewriter)
+        peaks.append(tensors_alive.peak)
+
+    monkeypatch.setattr(Gptq, "run", measured)
+    fxq.quantize(model, recipe, data=[torch.randn(64, 16)])
+    layer = nn.Sequential(nn.Linear(inputs, outputs))
+    base, estimate = (
+        fxq.estimate_memory(layer, FOUR_BITS, data=False),
+        fxq.estimate_memory(layer, FOUR_BITS, data=True),
+    )
+    estimated = estimate.peak - base.peak + 2 * layer[0].weight.nbytes  # which the estimate without data counts
+    assert 0.85 * estimated < peaks[0] < 1.15 * estimated
+    eight = fxq.Recipe.weight_only(bits=8)  # for which the pass does not run
+    assert fxq.estimate_memory(layer, eight, data=True) == fxq.estimate_memory(layer, eight)

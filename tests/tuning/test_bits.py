@@ -111,6 +111,33 @@ def test_transposed_weights_are_found():
     assert [weight.values for weight in result] == [128 * 192, 192 * 64]
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers, each with two weights, between linear ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(128, 64), nn.Linear(128, 64)
+        self.lstm = nn.LSTM(64, 64, bidirectional=True, batch_first=True)
+
+    def forward(self, x):
+        return self.leave(self.lstm(self.enter(x))[0])
+
+
+def test_weights_of_recurrent_layers_count():
+    torch.manual_seed(0)
+    model = Recurrent().eval()
+    result = fxq.search(model, RECIPE, DATA, budget=4.6)
+    one_way = 4 * 64 * (64 + 64)
+    assert [weight.values for weight in result] == [128 * 64, one_way, one_way, 128 * 64]
+    q = fxq.quantize(model, result.recipe, data=DATA)
+    assert sum(entry.weight_values for entry in q.ledger) == sum(weight.values for weight in result)
+    assert stored_bits(q) == pytest.approx(result.bits, abs=1e-6) and result.bits <= 4.6
+    rounded = RECIPE.without_pass("gptq")
+    weights = list(_weights(calibrated_trials(model, RECIPE, DATA, None, False), RECIPE, rounded).values())
+    for weight in weights:
+        assert 0 < weight.errors["8 bits"] < 0.1 * weight.errors["4 bits, blocks of 64"] < 0.01
+
+
 def test_the_recipe_is_saved_and_the_table_shows_the_weights(tmp_path):
     result = fxq.search(network(), RECIPE, DATA, budget="6 bits")
     result.recipe.save(tmp_path / "r.toml")
