@@ -261,7 +261,7 @@ def in_names_of_transformers(file: GgufFile, names: Iterable[str]) -> StoredWeig
     if not all(isinstance(number, int) and 0 < number < 1 << 16 for number in (layers, heads, key_heads)):
         raise FileError(f"{str(file.path)!r} does not say how many layers and heads its model has.")
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    table = gguf.get_tensor_name_map(number, layers)
+    table: Any = gguf.get_tensor_name_map(number, int(layers or 0))
     new = {own: name for name in names if (own := table.get_name(name, (".weight", ".bias"))) in file}
     renamed = file.renamed(new)
     if arch in _PLAIN:

@@ -149,7 +149,7 @@ def _split(
 def _names_of(name: str, tied: Mapping[str, str]) -> list[str]:
     """Names of a tensor: this one first, then those of the tensors that are tied to it."""
     first = tied.get(name, name)
-    return [name, first, *(other for other, of in tied.items() if of == first)]
+    return [name, first, *(alias for alias, of in tied.items() if of == first)]
 
 
 def _plain(name: str) -> str:
@@ -189,8 +189,8 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
                 name, value = inside if first in kernels else str(node.target), constant(gm, node)
             if value is None:
                 continue
-            known = weights.setdefault(_plain(name), value)
-            if known is not value and not _is_equal(known, value):
+            earlier = weights.setdefault(_plain(name), value)
+            if earlier is not value and not _is_equal(earlier, value):
                 raise ExportError(f"{name} has other values in another program of the model; quantize without data.")
     return weights
 

@@ -99,7 +99,7 @@ def test_what_no_checkpoint_holds(affine, tmp_path):
     gpt2 = fxq.quantize(transformers.GPT2LMHeadModel(config).eval(), fxq.Recipe.weight_only(bits=4, per=32))
     with pytest.raises(ExportError, match=r"transformer.h.0.attn.c_attn is a Conv1D, and the format has integers for"):
         gpt2.export(tmp_path / "a", format="compressed-tensors")
-    config = transformers.GemmaConfig(intermediate_size=128, num_key_value_heads=4, head_dim=16, **SMALL)
+    config = transformers.GemmaConfig(intermediate_size=128, num_key_value_heads=4, head_dim=16, **SIZES)
     gemma = fxq.quantize(
         transformers.GemmaForCausalLM(config).eval(), "weight_only"
     )  # its norms add 1 to their weights
@@ -108,15 +108,15 @@ def test_what_no_checkpoint_holds(affine, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 KINDS = {
     "biases": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(intermediate_size=128, num_key_value_heads=2, **SMALL)
+        transformers.Qwen2Config(intermediate_size=128, num_key_value_heads=2, **SIZES)
     ),
     "padding is not ignored": lambda: transformers.OPTForCausalLM(
-        transformers.OPTConfig(ffn_dim=128, word_embed_proj_dim=64, **SMALL)
+        transformers.OPTConfig(ffn_dim=128, word_embed_proj_dim=64, **SIZES)
     ),
-    "an encoder": lambda: transformers.BertModel(transformers.BertConfig(intermediate_size=128, **SMALL)),
+    "an encoder": lambda: transformers.BertModel(transformers.BertConfig(intermediate_size=128, **SIZES)),
     "an embedding of two stacks": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
     ),

@@ -75,7 +75,7 @@ def _entry(value: Any) -> bytes:
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, list):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
-    return struct.pack("<II", 4, value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
 
 
 def write_gguf(
