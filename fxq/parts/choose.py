@@ -66,7 +66,26 @@ class RecordedCalls:
     state: StateSnapshot = field(default_factory=StateSnapshot)
     running: list[StateSnapshot] = field(default_factory=list)
 
-    def check_state(self) -> None:
+    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note a call that begins."""
+        kind = kind_of(args, kwargs)
+        if kind not in self.batches and len(self.batches) < MAX_RECORDED_CALLS:
+            self.batches[kind] = copied(Batch(args, kwargs))
+        if autocast_on():
+            self.refused = "it runs under torch.autocast, which integers do not follow"
+        self._check_state()
+        inputs = StateSnapshot(_room=0)
+        inputs.add("", {"args": args, **kwargs})
+        self.running.append(inputs)
+
+    def leave(self) -> None:
+        """Note that the last call that began has returned."""
+        changed = next(self.running.pop().changes(), None)
+        if changed is not None:
+            self.refused = f"it changes its input {changed.name} in place"
+        self._check_state()
+
+    def _check_state(self) -> None:
         """Refuse the module if its attributes or buffers differ from those at the start of the run.
 
         A graph has state of its own: code outside would not see its changes, nor would it see those of code outside.
@@ -93,6 +112,7 @@ class PartPlan:
         macs: multiply-accumulates of all its calls on the example.
         calls: number of these calls.
         why_float: why the float module runs for some calls, which cannot be traced; empty if there are none.
+        is_late: whether the example does not call it.
     """
 
     path: str
@@ -102,6 +122,7 @@ class PartPlan:
     macs: int = 0
     calls: int = 0
     why_float: str = ""
+    is_late: bool = False
 
     def fitting(self, batch: Batch) -> ObservedModel | None:
         """Return the prepared graph that takes a call; None if there is none."""
@@ -219,6 +240,7 @@ def choose_parts(model: nn.Module, recipe: Recipe, example: Batch, prepare: Prep
         for path, module in pending.items():
             plan = PartPlan(path, module, recipe_of_part(recipe, path, module), macs=calls[path].macs)
             if _may_be_called_later(module, called) and not is_kept(path, recipe.leaf_modules):
+                plan.is_late = True
                 choice.parts.append(plan)
                 continue
             refused = _refused(path, module, calls[path], recipe)
@@ -354,21 +376,10 @@ def call(model: nn.Module, batch: Batch, seed: int = 0) -> Any:
 
 
 def _enter(counter: MacCounter, path: str, calls: RecordedCalls, module: Any, args: Any, kwargs: Any) -> None:
-    kind = kind_of(args, kwargs)
-    if kind not in calls.batches and len(calls.batches) < MAX_RECORDED_CALLS:
-        calls.batches[kind] = copied(Batch(args, kwargs))
-    if autocast_on():
-        calls.refused = "it runs under torch.autocast, which integers do not follow"
-    calls.check_state()
-    inputs = StateSnapshot(_room=0)
-    inputs.add("", {"args": args, **kwargs})
-    calls.running.append(inputs)
+    calls.enter(args, kwargs)
     counter.stack.append(path)
 
 
 def _leave(counter: MacCounter, calls: RecordedCalls, module: Any, args: Any, kwargs: Any, result: Any) -> None:
     counter.stack.pop()
-    changed = next(calls.running.pop().changes(), None)
-    if changed is not None:
-        calls.refused = f"it changes its input {changed.name} in place"
-    calls.check_state()
+    calls.leave()

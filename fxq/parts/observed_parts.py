@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxq.calibration.calibration_state import fingerprint, restore, seen_by
 from fxq.calibration.checkpoint import Checkpoint
 from fxq.calibration.ranks import Ranks
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, device_of, naming_batch
-from fxq.common.isolation import copied, untouched, without_autocast
+from fxq.common.isolation import copied, snapshot_of, untouched, without_autocast
 from fxq.common.progress import progress_bar
 from fxq.errors import FxqError, InputError, words_of
-from fxq.parts.choose import PartPlan, call
+from fxq.parts.absent import AbsentTensor
+from fxq.parts.choose import PartPlan, RecordedCalls, call
 from fxq.parts.part import kind_of
 from fxq.parts.parts_model import with_parts
 from fxq.parts.quantize_parts import MAX_CHECKED_BATCHES, PartsRun
@@ -48,8 +50,11 @@ class ObservedParts(nn.Module):
         self.run = run
         self.batches_seen = 0
         self.stored_in: tuple[Path, int] | None = None
-        observed = {plan.path: ObservedCalls(plan, run) for plan in run.choice.parts}
+        observed = {plan.path: ObservedCalls(plan, run) for plan in run.choice.parts if not plan.is_late}
         self.model = with_parts(run.model, observed, run.weights)
+        for plan in run.choice.parts:
+            if plan.is_late:
+                LateCalls(plan, run, self.model.get_submodule(plan.path))
         self.eval()
 
     @property
@@ -120,6 +125,7 @@ class ObservedParts(nn.Module):
         with untouched(run.model, outside), torch.no_grad(), without_autocast(), bar as advance:
             for i, batch in enumerate(data):
                 if few and i >= (MAX_CHECKED_BATCHES if run.all_called else MAX_BATCHES_WITHOUT_RANGES):
+                    run.seen = f"the first {i} batches"
                     break
                 self._note(batch)
                 if file is None or not file.covers(i, batch):
@@ -139,7 +145,7 @@ class ObservedParts(nn.Module):
     def _resumed(self, path: str | os.PathLike[str], every: float, length: int | None) -> Checkpoint:
         """Open the checkpoint of a calibration. If its file exists, restore the state of the observers from it."""
         run = self.run
-        graphs, run.is_fixed = run.graphs, True
+        graphs, run.is_fixed, run.seen = run.graphs, True, "the example, and a checkpoint adds no graphs for other data"
 
         def seen() -> list[dict[str, Any]]:
             return [{**seen_by(graph, graph.manager.context), "calls": graph.batches_seen} for graph in graphs]
@@ -196,7 +202,6 @@ class ObservedCalls(nn.Module):
         if observed is not None:
             return observed
         if run.is_fixed and not plan.programs:
-            plan.why_float = "the example does not call it, and with a checkpoint no graph is added for other data"
             return None
         if run.is_fixed:
             raise InputError(
@@ -210,3 +215,48 @@ class ObservedCalls(nn.Module):
             plan.why_float = words_of(error)
             return None
         return added
+
+
+class LateCalls:
+    """Calls of a float module that the example does not call, which hooks on it show to the graphs of its part.
+
+    The float module runs, and decides whether it can be a part: it must neither change its inputs nor keep a state.
+    Weights that code outside of it reads are kept.
+
+    Args:
+        plan: the part.
+        run: the quantization that it belongs to.
+        module: copy of the float module in the observed model.
+    """
+
+    def __init__(self, plan: PartPlan, run: PartsRun, module: nn.Module) -> None:
+        self.plan, self.run, self.graphs = plan, run, ObservedCalls(plan, run)
+        self.running: list[Batch] = []
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for path, parameter in list(module.named_parameters(remove_duplicate=False)):
+            owner, _, own = path.rpartition(".")
+            name, on_read = f"{plan.path}.{names[id(parameter)]}", partial(self._read, parameter.detach())
+            parameters: Any = module.get_submodule(owner)._parameters
+            parameters[own] = AbsentTensor.like(parameter, name, on_read)
+        self.calls = RecordedCalls(state=snapshot_of(module))
+        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave, with_kwargs=True)
+
+    def _read(self, parameter: Tensor, name: str) -> Tensor:
+        """Value of a parameter."""
+        if not self.running and isinstance(self.run.weights[name], AbsentTensor):
+            self.run.weights[name] = parameter.clone()
+        return parameter
+
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.running.append(copied(Batch(args, kwargs)))
+        self.calls.enter(args, kwargs)
+
+    def _leave(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.calls.leave()
+        batch = self.running.pop()
+        if self.calls.refused:
+            self.plan.why_float = self.calls.refused
+            self.plan.programs.clear()
+        else:
+            self.graphs(*batch.args, **batch.kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -62,6 +62,7 @@ class PartsRun:
         checked: first batches of the data, on which the output is checked.
         keeps_state: whether code that stays in Python keeps a state between calls.
         is_fixed: whether no further graphs can be added, since a checkpoint holds the state of each graph.
+        seen: what the model was run on, for messages.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class PartsRun:
     checked: list[Batch] = field(default_factory=list)
     keeps_state: bool = False
     is_fixed: bool = False
+    seen: str = "the data"
 
     def begin(self, why: str) -> PartsRun:
         """Choose the parts.
@@ -88,7 +90,7 @@ class PartsRun:
         """
         self.why = why
         self.choice = choose_parts(self.model, self.recipe, self.example, self.prepare)
-        if not any(plan.programs for plan in self.choice.parts):
+        if not any(plan.programs or self.recipe.part_modules for plan in self.choice.parts):
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(self.choice.reasons.items())[:3])
             raise TraceError(f"{self.why} No submodule with arithmetic can be traced either. {reasons}".strip())
         self._find_reads()
@@ -129,7 +131,11 @@ class PartsRun:
                 self.uncalled[path] = (
                     "code that is not copied with the model calls it, such as a function that was defined in __init__"
                 )
+        used = {plan.path for plan in self.choice.parts if plan.is_late and any(map(_is_in(plan.path), read))}
+        self.choice.parts = [plan for plan in self.choice.parts if plan.path not in used]  # code reads their weights
         self.python_macs = +counter.counts
+        late = [plan for plan in self.choice.parts if plan.is_late]  # whether code reads their buffers is not known
+        read |= {f"{plan.path}.{name}": buffer for plan in late for name, buffer in plan.module.named_buffers()}
         self.weights = {
             name: tensor.clone() if (tensor := read.get(name)) is not None else AbsentTensor.like(real[name], name)
             for name in real
@@ -163,6 +169,9 @@ class PartsRun:
         chosen = self.recipe if recipe is None else recipe
         if chosen.part_modules != self.recipe.part_modules:
             raise RecipeError("parts are chosen before calibration: call fxq.prepare with recipe.parts(...).")
+        if not self.graphs:
+            names = _listed([plan.path for plan in self.choice.parts])
+            raise TraceError(f"no part runs on integers: {names} are not called by {self.seen}.")
         graphs: dict[str, dict[str, QuantizedModel]] = {}
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -227,7 +236,9 @@ class PartsRun:
     def _in_python(self) -> dict[str, tuple[str, int]]:
         """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
         without_graphs = {
-            plan.path: plan.why_float or "the data does not call it" for plan in self.choice.parts if not plan.programs
+            plan.path: plan.why_float or f"it is not called by {self.seen}"
+            for plan in self.choice.parts
+            if not plan.programs
         }
         reasons = {"": self.why, **self.choice.reasons, **self._calls_in_float(), **without_graphs}
         macs: Counter[str] = Counter()
@@ -248,8 +259,7 @@ class PartsRun:
         )
         not_called = [plan.path for plan in self.choice.parts if not plan.programs and not plan.why_float]
         if not_called:
-            stay = "stays" if len(not_called) == 1 else "stay"
-            in_float += f" The data does not call {_listed(not_called)}, which {stay} in float."
+            in_float += f" In float, since not called by {self.seen}: {_listed(not_called)}."
         texts = list(dict.fromkeys(heard))
         further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(
@@ -258,6 +268,11 @@ class PartsRun:
             f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
             f"other parts.{in_float}{low}{further}"
         )
+
+
+def _is_in(path: str) -> Callable[[str], bool]:
+    """Function that says whether a weight is of the module at a path."""
+    return lambda name: name.startswith(f"{path}.")
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
 from fxq.common.trees import mapped
-from fxq.errors import InputError, words_of
+from fxq.errors import InputError
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, op_of
 from fxq.graph.run import Runner
@@ -31,7 +33,7 @@ def check_own_traits(gm: fx.GraphModule, example: Batch) -> None:
         InputError: a trait does not hold.
     """
     if any((op := op_of(node)) is not None and _has_checked_traits(op) for node in gm.graph.nodes):
-        with seeded():
+        with seeded(), torch.no_grad():
             _CheckedRun(gm, copied(example)).run()
 
 
@@ -41,61 +43,86 @@ def _has_checked_traits(op: Op) -> bool:
 
 class _CheckedRun(Runner):
     def compute(self, node: fx.Node) -> Any:
-        result, op = super().compute(node), op_of(node)
-        if op is not None and _has_checked_traits(op):
-            args, options = arguments_of(node, self.values)
-            why = why_wrong(op, dict(zip(op.tensors, args, strict=False)), options, result)
-            if why:
-                trait = "pointwise=True" if op.traits.pointwise else "layout=True"
-                raise InputError(
-                    f"{where(self.gm, node)}: the op {op.name!r} is registered with {trait}, but {why}. Register it "
-                    'with the traits that it has, fxq.extend.OpTraits("float") if none.'
-                )
+        op = op_of(node)
+        if op is None or not _has_checked_traits(op):
+            return super().compute(node)
+        args, options = mapped(arguments_of(node, self.values), _copied)  # the op may change its inputs
+        result = super().compute(node)
+        why = why_wrong(op, dict(zip(op.tensors, args, strict=False)), options)
+        if why:
+            trait = "pointwise=True" if op.traits.pointwise else "layout=True"
+            raise InputError(
+                f"{where(self.gm, node)}: the op {op.name!r} is registered with {trait}, but {why}. Register it with "
+                'the traits that it has, fxq.extend.OpTraits("float") if none.'
+            )
         return result
 
 
-def why_wrong(op: Op, values: Mapping[str, Any], options: Mapping[str, Any], result: Any) -> str:
-    """Return why a call of an op contradicts its traits; empty if it does not.
+def why_wrong(op: Op, values: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Return why a call of an op contradicts its traits; empty if it does not, or rejects other values.
 
     Args:
         op: the op.
         values: its tensor arguments by name.
         options: its options.
-        result: what the call returned.
     """
-    inputs = [x for x in tensors([values.get(name) for name in op.traits.inputs]) if x.is_floating_point()]
-    if not inputs or not all(x.numel() for x in inputs):
+    names = op.traits.inputs
+    inputs = [x for x in tensors([values.get(name) for name in names]) if x.is_floating_point() and x.numel()]
+    if not inputs or (op.traits.pointwise and len(inputs) != 1):
         return ""
-    if not isinstance(result, Tensor):
-        return f"it returns a {type(result).__name__}, not a tensor"
-    if op.traits.pointwise:
-        return _why_not_pointwise(op, values, options, result, inputs[0]) if len(inputs) == 1 else ""
-    return _why_not_layout(op, values, options, result)
 
+    def called(change: Callable[[Tensor], Tensor]) -> Any:
+        arguments = {name: mapped(value, change) if name in names else value for name, value in values.items()}
+        return op.target(*mapped(tuple(arguments.values()), _copied), **options)
 
-def _why_not_pointwise(op: Op, values: Mapping[str, Any], options: Mapping[str, Any], result: Tensor, x: Tensor) -> str:
-    """Replace a random half of the input: the other elements of the output must stay."""
-    if result.shape != x.shape:
-        return f"its output has the shape {tuple(result.shape)} for an input of {tuple(x.shape)}"
-    kept = torch.rand_like(x) < 0.5
-    changed = torch.where(kept, x, -0.5 * x.flip(tuple(range(x.dim()))) - 1)
-    again = op.target(*(changed if value is x else value for value in values.values()), **options)
-    difference = torch.where(kept, (again - result).abs(), 0).nan_to_num(0, 0, 0)
-    limit = RTOL * float(result.abs().nan_to_num(0, 0, 0).max())
-    return "elements of its output change when other elements of its input do" if difference.max() > limit else ""
-
-
-def _why_not_layout(op: Op, values: Mapping[str, Any], options: Mapping[str, Any], result: Tensor) -> str:
-    """Every value of the output must be one of the inputs, also where these are integers."""
-    if not torch.isin(result[~result.isnan()], torch.cat([x.flatten() for x in tensors(values)])).all():
-        return "its output has values that are in none of its inputs"
-    integers = [mapped(value, _as_integers) if name in op.traits.inputs else value for name, value in values.items()]
     try:
-        moved = op.target(*integers, **options)
-    except Exception as error:  # the user's function may raise any type of error
-        return f"it does not run on uint8: {words_of(error)}"
-    return "" if moved.dtype == torch.uint8 else f"it returns {moved.dtype} for uint8"
+        return _why_not_pointwise(called, inputs[0]) if op.traits.pointwise else _why_not_layout(called, inputs, values)
+    except Exception:  # the user's function may reject other values with any type of error
+        return ""
 
 
-def _as_integers(value: Any) -> Any:
-    return torch.zeros_like(value, dtype=torch.uint8) if isinstance(value, Tensor) else value
+def _why_not_pointwise(called: Callable[[Callable[[Tensor], Tensor]], Any], x: Tensor) -> str:
+    """Replace one half of the elements by their median, then the other: the outputs of those that stay must stay."""
+    half, result = torch.rand(x.shape, device=x.device) < 0.5, called(lambda value: value)
+    if not isinstance(result, Tensor) or result.shape != x.shape:
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        return f"its output is {shape} for an input of {tuple(x.shape)}"
+    result = _wide(result)
+    for kept in (half, ~half):
+        changed = torch.where(kept, x, x.median())
+        again = _wide(called(partial(_instead, changed)))
+        if torch.where(kept, (again - result).abs(), 0).max() > RTOL * result.abs().max():
+            return "elements of its output change when other elements of its input do"
+    return ""
+
+
+def _instead(changed: Tensor, value: Tensor) -> Tensor:
+    return changed if value.shape == changed.shape else value
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Finite values in 64 bits, also of integers and truth values."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num(0, 0, 0)
+
+
+def _why_not_layout(
+    called: Callable[[Callable[[Tensor], Tensor]], Any], inputs: Sequence[Tensor], values: Mapping[str, Any]
+) -> str:
+    """Every value of the output must be one of the inputs, for inputs with unusual values, and for integers."""
+    moved = called(_unusual)
+    if not isinstance(moved, Tensor) or moved.dtype != inputs[0].dtype:
+        return f"its output is {moved.dtype if isinstance(moved, Tensor) else type(moved).__name__}"
+    allowed = torch.cat([*(_unusual(x).flatten() for x in inputs), *(x.flatten() for x in tensors(values))])
+    if not torch.isin(moved[~moved.isnan()], allowed.to(moved.dtype)).all():
+        return "its output has values that are in none of its inputs"
+    of_integers = called(lambda value: torch.zeros_like(value, dtype=torch.uint8))
+    return "" if of_integers.dtype == torch.uint8 else f"it returns {of_integers.dtype} for uint8"
+
+
+def _unusual(x: Tensor) -> Tensor:
+    """Values that no op fills in, such as 0 or 1, and of one sign."""
+    return x.abs() * 0.37 + math.pi if x.is_floating_point() else x
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -43,17 +43,49 @@ def with_gain(x, gain):
     return torch.tanh(x * gain)
 
 
+def shifted_in(x):
+    return torch.cat([torch.ones_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def negated(x):
+    return -x
+
+
+def is_positive(x):
+    return x > 0
+
+
+def rounded_to_half(x):
+    return x.half()
+
+
+def logarithm(x):
+    assert (x > -10).all() and x.isfinite().all()
+    return torch.log(x + 10)
+
+
+def doubled_in_place(x):
+    return x.mul_(2)
+
+
+def unfolded(x):
+    return torch.nn.functional.unfold(x[None, None], (1, 1))[0]
+
+
 def joined(xs):
     return torch.cat(xs, 1)
 
 
 WRONG = [
     (scaled_by_maximum, POINTWISE, "elements of its output change when other elements of its input do"),
-    (halved, POINTWISE, r"its output has the shape \(8, 8\) for an input of \(8, 16\)"),
+    (halved, POINTWISE, r"its output is \(8, 8\) for an input of \(8, 16\)"),
     (swapped_halves, POINTWISE, "elements of its output change"),
     (noisy, POINTWISE, "elements of its output change"),
     (turned_and_scaled, LAYOUT, "its output has values that are in none of its inputs"),
     (turned_in_float, LAYOUT, r"it returns torch\.float32 for uint8"),
+    (shifted_in, LAYOUT, "its output has values that are in none of its inputs"),
+    (negated, LAYOUT, "its output has values that are in none of its inputs"),
+    (rounded_to_half, LAYOUT, r"its output is torch\.float16"),
 ]
 
 
@@ -73,7 +105,7 @@ def quantized():
                 self.first, self.second, self.gain = nn.Linear(16, 16), nn.Linear(16, 4), nn.Parameter(torch.rand(16))
 
             def forward(self, x):
-                y = call(op, self.first(x)) if function is not with_gain else op(self.first(x), self.gain)
+                y = (call(op, self.first(x)) if function is not with_gain else op(self.first(x), self.gain)).float()
                 return self.second(y) if y.shape[1] == 16 else y
 
         return fxq.quantize(Net().eval(), recipe, data=[X])
@@ -102,3 +134,12 @@ def test_traits_that_hold_are_accepted(quantized):
     traits = OpTraits("moves", inputs=("xs",), layout=True)
     rows = {e.op: e.precision for e in quantized(joined, traits, call=lambda op, x: op([x[:, :8], x[:, 8:]])).ledger}
     assert rows["joined"] == "moves"
+
+
+def test_no_false_alarms(quantized):
+    """Outputs that are no floats, ops that check their domain or change their input, and ops that take no integers."""
+    for function, traits in (
+        (is_positive, POINTWISE), (logarithm, POINTWISE), (doubled_in_place, POINTWISE), (unfolded, LAYOUT)
+    ):  # fmt: skip
+        qmodel = quantized(function, traits, call=lambda op, x: op(x * 1.0))
+        assert qmodel(X).isfinite().all()
