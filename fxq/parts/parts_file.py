@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxq.common.checksums import checksum
@@ -59,7 +60,7 @@ class StoredParts:
             code reads.
         backend, ledger: as in `PartsModel`.
         buffers: names of the buffers outside of the parts that have changed since the model was quantized, such as
-            a count of calls. The file has their values.
+            a count of calls. The file has their values, but of those that are None now.
     """
 
     type: str
@@ -71,18 +72,36 @@ class StoredParts:
 
 
 def buffer_checksums(model: nn.Module) -> dict[str, int]:
-    """Return the checksums of the buffers of a model, by name. Tied ones have several names."""
-    return {name: checksum(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    """Return the checksums of the buffers of a model in parts that code outside of the parts can read, by name."""
+    return {name: checksum(buffer) for name, buffer in _buffers(model).items() if buffer.layout is torch.strided}
 
 
-def set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Set buffers of a model, by name; tied ones stay tied."""
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a model in parts, without those of graphs, and with those of parts that Python code reads."""
+    inside = _paths_of_programs(model)
+    own = {n: t for n, t in model.named_buffers(remove_duplicate=False) if not n.startswith(inside)}
+    for at, part in parts_in(model):
+        shown = part.fxq_skeleton.named_buffers(remove_duplicate=False)
+        own |= {f"{at}.{n}": t for n, t in shown if not isinstance(t, AbsentTensor)}
+    return own
+
+
+def _paths_of_programs(model: nn.Module) -> tuple[str, ...]:
+    """Start of the names of tensors of graphs. A part may have several paths."""
+    modules = model.named_modules(remove_duplicate=False)
+    return tuple(f"{path}.fxq_programs." for path, module in modules if isinstance(module, Part))
+
+
+def set_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
+    """Set buffers of a model in parts, by name; tied ones stay tied."""
     for name, value in values.items():
-        owner, _, own = name.rpartition(".")
-        buffers = model.get_submodule(owner)._buffers
+        path, _, own = name.rpartition(".")
+        owner = model.get_submodule(path)
+        buffers = (owner.fxq_skeleton if isinstance(owner, Part) else owner)._buffers
         current = buffers.get(own)
-        if current is not None and (current.shape, current.dtype) == (value.shape, value.dtype):
-            current.copy_(value)
+        is_alike = value is not None and current is not None and current.shape == value.shape
+        if is_alike and current.dtype == value.dtype:  # type: ignore[union-attr]
+            current.copy_(value)  # type: ignore[union-attr,arg-type]
         else:
             buffers[own] = value
 
@@ -93,8 +112,7 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     stored: list[StoredPart] = []
-    modules = model.named_modules(remove_duplicate=False)  # a part may have several paths
-    inside = tuple(f"{path}.fxq_programs." for path, module in modules if isinstance(module, Part))
+    inside = _paths_of_programs(model)
     around = {name: tensor for name, tensor in _named_tensors(model).items() if not name.startswith(inside)}
     lost: list[str] = []
     for at, part in parts_in(model):
@@ -118,8 +136,8 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     attributes = vars(model)
     weights = {name: checksum(tensor) for name, tensor in around.items()}
     before, after = attributes["_fxq_buffers"], buffer_checksums(model)
-    changed = tuple(name for name in around if name in after and before.get(name) != after[name])
-    tensors |= {f"{_BUFFERS}/{name}": around[name] for name in changed}
+    changed = tuple(name for name in (*after, *(before.keys() - after)) if before.get(name) != after.get(name))
+    tensors |= {f"{_BUFFERS}/{name}": around[name] for name in changed if name in after}
     about = StoredParts(
         type(model).float_class.__name__,
         tuple(stored),
@@ -151,7 +169,7 @@ class LoadedParts:
     ledger: Ledger
     recipe: Recipe
     backend: str
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor | None]
 
 
 def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
@@ -172,7 +190,8 @@ def read_parts(path: str | os.PathLike[str], model: nn.Module) -> LoadedParts:
                 for part in about.parts
             }
             recipe = Recipe.from_dict(read_json(container.texts["recipe"]))
-            buffers = {name: container.tensors[f"{_BUFFERS}/{name}"].clone() for name in about.buffers}
+            stored = {name: container.tensors.get(f"{_BUFFERS}/{name}") for name in about.buffers}
+            buffers = {name: None if value is None else value.clone() for name, value in stored.items()}
             for name in buffers:
                 model.get_submodule(name.rpartition(".")[0])  # raises for a module that the model lacks
     except FxqError as error:

@@ -67,3 +67,38 @@ def test_other_buffers_are_those_of_the_float_model(quantized, tmp_path):
         fxq.load(path, into=doubled)
     q.gain.fill_(2)
     assert torch.equal(fxq.load(q.save(tmp_path / "changed.fxq"), into=model).gain, doubled.gain)
+
+
+class Emptying(nn.Module):
+    """Model whose Python code reads and changes a buffer of a part, and empties another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+        self.register_buffer("first", torch.ones(8))
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.first is not None and float(h.sum()) < 1e9:
+            h, self.first = h + self.first, None
+        self.inner[1].running_mean.add_(1)
+        return h + self.inner[1].running_mean
+
+
+def test_emptied_buffers_and_those_of_parts(tmp_path):
+    model, x = Emptying().eval(), torch.randn(4, 16)
+    with pytest.warns(FxqWarning, match="is quantized in"):
+        q = fxq.quantize(model, RECIPE, example_inputs=x)
+    q(x)
+    loaded = fxq.load(q.save(tmp_path / "q.fxq"), into=model)
+    assert q.first is None and loaded.first is None and model.first is not None
+    assert torch.equal(loaded.inner[1].running_mean, q.inner[1].running_mean)
+    assert torch.equal(loaded(x), q(x))
+
+
+def test_sparse_buffers():
+    model, x = Averaging().eval(), torch.randn(4, 16)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.warns(FxqWarning, match="is quantized in"):
+        q = fxq.quantize(model, RECIPE, example_inputs=x)
+    assert q(x).shape == (4, 8) and q.sparse.is_sparse
