@@ -1,4 +1,9 @@
-"""ONNX form of recurrent layers: float nodes, ONNX Runtime's integer node, or for any runtime a loop of steps."""
+"""ONNX form of recurrent layers: float nodes, ONNX Runtime's integer node, or for any runtime a loop of steps.
+
+OpenVINO computes all but one of the recurrent nodes that read the same value wrong, as the two directions of a layer do:
+it merges the transposes before the nodes, and replaces the merged one by a reshape for the first node, also where others
+read it. So for OpenVINO, each further node reads the steps in reverse, and runs in the other direction.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import Tensor
 from fxq.onnx.dequantized import dequantize_node, dynamic_dequantize_node, stored_weight, weight_for
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.stepwise_nodes import gru_steps, lstm_steps, rnn_steps, state_grid
-from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
+from fxq.onnx.writer import MOVING_OP_TYPES, Operand, Value, Writer, refuse, writes
 
 
 @writes("lstm")
@@ -124,11 +129,30 @@ def _layer(
     bias = w.cached_constant(("biases", *map(id, biases)), lambda: torch.cat(biases, 1)) if biases else None
     first: list[Operand] = [None if h is None else w.reshaped(h, (1, *h.shape)) for h in states]
     hidden = 0 if weights[1] is None else weights[1].shape[-1]
+    reversals = _layers_before(w, x) if w.for_openvino else 0
+    inputs: Operand = x
+    for _ in range(reversals):
+        inputs = w.reversed(inputs)
     hidden_states, *last = w.emit_several(
-        op_type, [x, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
-        direction="reverse" if reverse else "forward", **attributes,
+        op_type, [inputs, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
+        direction="reverse" if reverse != bool(reversals % 2) else "forward", **attributes,
     )  # fmt: skip
-    return [w.reshaped(hidden_states, (steps, samples, hidden)), *last]
+    result = w.reshaped(hidden_states, (steps, samples, hidden))
+    return [w.reversed(result) if reversals % 2 else result, *last]
+
+
+_SAME_OP_TYPES = (*MOVING_OP_TYPES, "QuantizeLinear", "DequantizeLinear", "Clip")
+"""Op types that only move or round values, so that OpenVINO may merge the nodes of two readers of a value."""
+
+
+def _layers_before(w: Writer, x: Value) -> int:
+    """Number of recurrent nodes so far that read a value, moved or rounded or not, and counts one more."""
+    name = x.name
+    while (node := w.producer(name)) is not None and node.op_type in _SAME_OP_TYPES:
+        name = node.inputs[0]
+    before = w.recurrent_reads.get(name, 0)
+    w.recurrent_reads[name] = before + 1
+    return before
 
 
 def _float_input(w: Writer, x: Value) -> Value:
