@@ -34,16 +34,19 @@ def lstm(
     cell: bool,
     state_affine: bool,
     **options: Any,
-) -> str:
+) -> Value:
+    rows = -(-weight_hh.shape[0] // (4 * weight_hh.shape[1])) if cell else 0
     if w.portable and (weight_hr is not None or options["state_qmax"]):
         grid = state_grid(options["state_qmax"], options["state_scale"], state_affine)
         weights = [weight_ih, weight_hh, bias_ih, bias_hh]
-        return lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
+        states = lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
+        return _states(w, states, x, weight_hh, rows)
     refuse(weight_hr is not None, "its hidden state is projected")
     order = (0, 3, 1, 2)  # input, forget, cell, output; ONNX: input, output, forget, cell
     op_type = "DynamicQuantizeLSTM" if state_affine and not w.floats else "LSTM"
     outputs = _layer(w, op_type, x, [weight_ih, weight_hh, bias_ih, bias_hh], [h, c], order, **options)
-    return w.emit("Concat", outputs[0], outputs[2], axis=0) if cell else outputs[0]
+    states = w.emit("Concat", outputs[0], outputs[2], axis=0) if cell else outputs[0]
+    return _states(w, states, x, weight_hh, rows)
 
 
 @writes("gru")
@@ -56,13 +59,14 @@ def gru(
     bias_hh: Value | None = None,
     h: Value | None = None,
     **options: Any,
-) -> str:
+) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
         grid = state_grid(options["state_qmax"], options["state_scale"])
-        return gru_steps(w, x, weights, h, grid, options["reverse"])
+        return _states(w, gru_steps(w, x, weights, h, grid, options["reverse"]), x, weight_hh)
     order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
-    return _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)[0]
+    states, _ = _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)
+    return _states(w, states, x, weight_hh)
 
 
 @writes("rnn")
@@ -77,12 +81,19 @@ def rnn(
     *,
     nonlinearity: str,
     **options: Any,
-) -> str:
+) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
         grid = state_grid(options["state_qmax"], options["state_scale"])
-        return rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity)
-    return _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)[0]
+        return _states(w, rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity), x, weight_hh)
+    states, _ = _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)
+    return _states(w, states, x, weight_hh)
+
+
+def _states(w: Writer, name: str, x: Value, weight_hh: Value, rows: int = 0) -> Value:
+    """Value of the hidden states (T, N, P) and `rows` more. PyTorch's layers would fix a dynamic number of steps T."""
+    steps, samples, _ = x.shape
+    return Value(name, w.empty((steps + rows, samples, weight_hh.shape[1]), x.dtype))
 
 
 def _layer(
