@@ -143,13 +143,13 @@ def _layer(
     reversals = _layers_before(w, x) if w.for_openvino else 0
     inputs: Operand = x
     for _ in range(reversals):
-        inputs = w.reversed(inputs)
+        inputs = w.flipped(inputs)
     hidden_states, *last = w.emit_several(
         op_type, [inputs, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
         direction="reverse" if reverse != bool(reversals % 2) else "forward", **attributes,
     )  # fmt: skip
     result = w.reshaped(hidden_states, (steps, samples, hidden))
-    return [w.reversed(result) if reversals % 2 else result, *last]
+    return [w.flipped(result) if reversals % 2 else result, *last]
 
 
 _SAME_OP_TYPES = (*MOVING_OP_TYPES, "QuantizeLinear", "DequantizeLinear", "Clip")

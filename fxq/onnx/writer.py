@@ -269,7 +269,7 @@ class Writer:
         """Write a Slice of one axis."""
         return self.emit("Slice", read, *(self.ints([number]) for number in (start, stop, axis, step)))
 
-    def reversed(self, read: Operand) -> str:
+    def flipped(self, read: Operand) -> str:
         """Write a Slice that reverses the first axis."""
         return self.cut(read, 0, -1, torch.iinfo(torch.int64).min, -1)
 
