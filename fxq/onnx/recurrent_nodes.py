@@ -1,8 +1,8 @@
 """ONNX form of recurrent layers: float nodes, ONNX Runtime's integer node, or for any runtime a loop of steps.
 
-OpenVINO computes all but one of the recurrent nodes that read the same value wrong, as the two directions of a layer do:
-it merges the transposes before the nodes, and replaces the merged one by a reshape for the first node, also where others
-read it. So for OpenVINO, each further node reads the steps in reverse, and runs in the other direction.
+OpenVINO (2026.4) computes all but one of the recurrent nodes that read the same value wrong at many sizes. The two
+directions of a layer are such nodes. So for OpenVINO, the second node reads the steps in reverse order and runs in the
+other direction, and each further node reverses them once more, so that no two nodes read the same value.
 """
 
 from __future__ import annotations
