@@ -140,7 +140,7 @@ def _layer(
     bias = w.cached_constant(("biases", *map(id, biases)), lambda: torch.cat(biases, 1)) if biases else None
     first: list[Operand] = [None if h is None else w.reshaped(h, (1, *h.shape)) for h in states]
     hidden = 0 if weights[1] is None else weights[1].shape[-1]
-    reversals = _layers_before(w, x) if w.for_openvino else 0
+    reversals = _counted_reads(w, x) if w.for_openvino else 0
     inputs: Operand = x
     for _ in range(reversals):
         inputs = w.flipped(inputs)
@@ -152,14 +152,14 @@ def _layer(
     return [w.flipped(result) if reversals % 2 else result, *last]
 
 
-_SAME_OP_TYPES = (*MOVING_OP_TYPES, "QuantizeLinear", "DequantizeLinear", "Clip")
+_MERGEABLE_OP_TYPES = (*MOVING_OP_TYPES, "QuantizeLinear", "DequantizeLinear", "Clip")
 """Op types that only move or round values, so that OpenVINO may merge the nodes of two readers of a value."""
 
 
-def _layers_before(w: Writer, x: Value) -> int:
-    """Number of recurrent nodes so far that read a value, moved or rounded or not, and counts one more."""
+def _counted_reads(w: Writer, x: Value) -> int:
+    """Count one more recurrent node that reads a value, moved or rounded or not; return how many did before."""
     name = x.name
-    while (node := w.producer(name)) is not None and node.op_type in _SAME_OP_TYPES:
+    while (node := w.producer(name)) is not None and node.op_type in _MERGEABLE_OP_TYPES:
         name = node.inputs[0]
     before = w.recurrent_reads.get(name, 0)
     w.recurrent_reads[name] = before + 1
