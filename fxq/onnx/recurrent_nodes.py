@@ -1,4 +1,9 @@
-"""ONNX form of recurrent layers: float nodes, ONNX Runtime's integer node, or for any runtime a loop of steps."""
+"""ONNX form of recurrent layers: float nodes, ONNX Runtime's integer node, or for any runtime a loop of steps.
+
+OpenVINO (2026.4) computes all but one of the recurrent nodes that read the same value wrong at many sizes. The two
+directions of a layer are such nodes. So for OpenVINO, the second node reads the steps in reverse order and runs in the
+other direction, and each further node reverses them once more, so that no two nodes read the same value.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import Tensor
 from fxq.onnx.dequantized import dequantize_node, dynamic_dequantize_node, stored_weight, weight_for
 from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.onnx.stepwise_nodes import gru_steps, lstm_steps, rnn_steps, state_grid
-from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
+from fxq.onnx.writer import MOVING_OP_TYPES, Operand, Value, Writer, refuse, writes
 
 
 @writes("lstm")
@@ -29,16 +34,19 @@ def lstm(
     cell: bool,
     state_affine: bool,
     **options: Any,
-) -> str:
+) -> Value:
+    rows = -(-weight_hh.shape[0] // (4 * weight_hh.shape[1])) if cell else 0
     if w.portable and (weight_hr is not None or options["state_qmax"]):
         grid = state_grid(options["state_qmax"], options["state_scale"], state_affine)
         weights = [weight_ih, weight_hh, bias_ih, bias_hh]
-        return lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
+        states = lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
+        return _states(w, states, x, weight_hh, rows)
     refuse(weight_hr is not None, "its hidden state is projected")
     order = (0, 3, 1, 2)  # input, forget, cell, output; ONNX: input, output, forget, cell
     op_type = "DynamicQuantizeLSTM" if state_affine and not w.floats else "LSTM"
     outputs = _layer(w, op_type, x, [weight_ih, weight_hh, bias_ih, bias_hh], [h, c], order, **options)
-    return w.emit("Concat", outputs[0], outputs[2], axis=0) if cell else outputs[0]
+    states = w.emit("Concat", outputs[0], outputs[2], axis=0) if cell else outputs[0]
+    return _states(w, states, x, weight_hh, rows)
 
 
 @writes("gru")
@@ -51,13 +59,14 @@ def gru(
     bias_hh: Value | None = None,
     h: Value | None = None,
     **options: Any,
-) -> str:
+) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
         grid = state_grid(options["state_qmax"], options["state_scale"])
-        return gru_steps(w, x, weights, h, grid, options["reverse"])
+        return _states(w, gru_steps(w, x, weights, h, grid, options["reverse"]), x, weight_hh)
     order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
-    return _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)[0]
+    states, _ = _layer(w, "GRU", x, weights, [h], order, linear_before_reset=1, **options)
+    return _states(w, states, x, weight_hh)
 
 
 @writes("rnn")
@@ -72,12 +81,19 @@ def rnn(
     *,
     nonlinearity: str,
     **options: Any,
-) -> str:
+) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
     if w.portable and options["state_qmax"]:
         grid = state_grid(options["state_qmax"], options["state_scale"])
-        return rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity)
-    return _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)[0]
+        return _states(w, rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity), x, weight_hh)
+    states, _ = _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)
+    return _states(w, states, x, weight_hh)
+
+
+def _states(w: Writer, name: str, x: Value, weight_hh: Value, rows: int = 0) -> Value:
+    """Value of the hidden states (T, N, P) and `rows` more. PyTorch's layers would fix a dynamic number of steps T."""
+    steps, samples, _ = x.shape
+    return Value(name, w.empty((steps + rows, samples, weight_hh.shape[1]), x.dtype))
 
 
 def _layer(
@@ -124,11 +140,30 @@ def _layer(
     bias = w.cached_constant(("biases", *map(id, biases)), lambda: torch.cat(biases, 1)) if biases else None
     first: list[Operand] = [None if h is None else w.reshaped(h, (1, *h.shape)) for h in states]
     hidden = 0 if weights[1] is None else weights[1].shape[-1]
+    reversals = _counted_reads(w, x) if w.for_openvino else 0
+    inputs: Operand = x
+    for _ in range(reversals):
+        inputs = w.flipped(inputs)
     hidden_states, *last = w.emit_several(
-        op_type, [x, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
-        direction="reverse" if reverse else "forward", **attributes,
+        op_type, [inputs, *parts, bias, None, *first, None, *grids], 1 + len(states), hidden_size=hidden,
+        direction="reverse" if reverse != bool(reversals % 2) else "forward", **attributes,
     )  # fmt: skip
-    return [w.reshaped(hidden_states, (steps, samples, hidden)), *last]
+    result = w.reshaped(hidden_states, (steps, samples, hidden))
+    return [w.flipped(result) if reversals % 2 else result, *last]
+
+
+_MERGEABLE_OP_TYPES = (*MOVING_OP_TYPES, "QuantizeLinear", "DequantizeLinear", "Clip")
+"""Op types that only move or round values, so that OpenVINO may merge the nodes of two readers of a value."""
+
+
+def _counted_reads(w: Writer, x: Value) -> int:
+    """Count one more recurrent node that reads a value, moved or rounded or not; return how many did before."""
+    name = x.name
+    while (node := w.producer(name)) is not None and node.op_type in _MERGEABLE_OP_TYPES:
+        name = node.inputs[0]
+    before = w.recurrent_reads.get(name, 0)
+    w.recurrent_reads[name] = before + 1
+    return before
 
 
 def _float_input(w: Writer, x: Value) -> Value:

@@ -115,7 +115,8 @@ def rnn_steps(
     assert weight_hh is not None
 
     def step(b: Writer, gates: Operand, before: list[Operand]) -> list[str]:
-        summed = b.emit("Add", gates, _product(b, _rounded(b, before[0], grid), w, weight_hh, weights[3]))
+        product = _product(b, _rounded(b, before[0], grid), w, weight_hh, weights[3])
+        summed = b.emit("Add", product, gates)  # with the gates first, OpenVINO is wrong from the second step on
         return [b.emit(nonlinearity.capitalize(), summed)]
 
     return _write_scan(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]

@@ -81,6 +81,8 @@ class Writer:
         computed: names of constants that were folded from nodes of the graph.
         threads: maximum number of threads that a runtime may run the model on; None for any number.
         nbits: whether to write weight-only linear layers as MatMulNBits, an op type of ONNX Runtime.
+        for_openvino: whether to avoid nodes that OpenVINO computes wrong, see `fxq/onnx/recurrent_nodes.py`.
+        recurrent_reads: number of recurrent nodes that read each value, moved or rounded or not, by name.
     """
 
     integer_bias: bool = True
@@ -94,6 +96,8 @@ class Writer:
     computed: set[str] = field(default_factory=set)
     threads: int | None = None
     nbits: bool = False
+    for_openvino: bool = False
+    recurrent_reads: dict[str, int] = field(default_factory=dict)
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)
     _producers: dict[str, OnnxNode] = field(default_factory=dict)
@@ -264,6 +268,10 @@ class Writer:
     def cut(self, read: Operand, axis: int, start: int, stop: int, step: int = 1) -> str:
         """Write a Slice of one axis."""
         return self.emit("Slice", read, *(self.ints([number]) for number in (start, stop, axis, step)))
+
+    def flipped(self, read: Operand) -> str:
+        """Write a Slice that reverses the first axis."""
+        return self.cut(read, 0, -1, torch.iinfo(torch.int64).min, -1)
 
     def cast(self, read: Operand, dtype: torch.dtype) -> str:
         """Write a Cast to a dtype."""

@@ -292,7 +292,7 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
             f"%{per_row.args[0]} ({info(per_row).path or 'the model'}). Quantize with a static recipe and "
             'backend="openvino", which keeps such layers in float.'
         )
-    exported = _onnx(path, gm, batch, dynamic, check)
+    exported = _onnx(path, gm, batch, dynamic, check, for_openvino=True)
     try:
         model = openvino.Core().read_model(exported.data)
     except Exception as error:  # engines may raise anything

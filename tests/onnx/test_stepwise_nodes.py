@@ -6,7 +6,7 @@ import torch
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from tests.onnx.test_recurrent_nodes import CELL, STATE, H, X, weights
-from tests.support.onnx_runs import call, onnx, run_onnxruntime, single, weight
+from tests.support.onnx_runs import call, normal, onnx, run_onnxruntime, run_openvino, single, weight
 
 pytestmark = pytest.mark.any_cpu
 
@@ -33,6 +33,15 @@ def test_it_gives_what_torch_gives(case):
     onnx.checker.check_model(model, full_check=True)
     assert {node.op_type for node in model.graph.node} & {"Scan"} and len(model.opset_import) == 1
     assert sqnr(gm(*case.inputs), run_onnxruntime(model, case.inputs)[0]) > 60
+
+
+@pytest.mark.parametrize("kind", ["tanh", "relu"])
+def test_all_steps_of_an_rnn_of_fixed_sizes_are_right_in_openvino(kind):
+    """Wrong from the second step on if the gates are the first term of the sum."""
+    case = call("rnn", normal(7, 3, 3), *weights(1), nonlinearity=kind, state_qmax=127, state_scale=1 / 127)
+    gm = single(case.op, *case.values, **case.options)
+    model = write_onnx(gm, case.inputs, portable=True).model
+    assert sqnr(gm(*case.inputs), run_openvino(model, case.inputs)[0]) > 60
 
 
 def test_the_number_of_steps_is_not_written_down():

@@ -63,7 +63,7 @@ class OpenvinoKernel(OnnxKernel):
     def written(cls, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> OnnxGraph:
         """Return the ONNX form of a region, with conversions before moves."""
         convert_before_moves(gm)
-        return super().written(gm, inputs, **options)
+        return super().written(gm, inputs, for_openvino=True, **options)
 
     @classmethod
     def compiled(cls, model: Any, threads: int, **options: Any) -> Callable[[], Request]:

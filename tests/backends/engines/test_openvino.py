@@ -107,3 +107,26 @@ def test_floats_of_other_types_stay_outside(dtype):
     q = fxq.quantize(model, fxq.Recipe.static(backend="openvino"), data=[x])
     assert not any(isinstance(module, OpenvinoKernel) for module in q.modules())
     assert torch.equal(q(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:nothing runs on integers:fxq.FxqWarning")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_both_directions_of_a_recurrent_layer_are_right(kind):
+    """No kernel is replaced by its qdq form, of which a warning would tell."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = kind(8, 12, 2, batch_first=True, bidirectional=True)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    model, x = Layer().eval(), torch.randn(3, 7, 8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*kernel is wrong", fxq.FxqWarning)
+        q = fxq.quantize(model, fxq.Recipe.static(backend="openvino", optimize="coverage"), data=[x])
+    assert any(isinstance(module, OpenvinoKernel) for module in q.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(q(x), model(x), rtol=0, atol=1e-4)
+        torch.testing.assert_close(q(x[:2]), model(x[:2]), rtol=0, atol=1e-4)
