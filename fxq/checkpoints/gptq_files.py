@@ -96,10 +96,13 @@ def write(weights: Mapping[str, GridWeight]) -> tuple[dict[str, Tensor], dict[st
             )
         common.setdefault((bits, -1 if block == columns and block not in divided else block), layer)
     if len(common) > 1:
-        (first, a), (second, b) = list(common.items())[:2]
+        first, second = (
+            f"{layer} has {bits} bits with {'one scale per row' if size == -1 else f'blocks of {size}'}"
+            for (bits, size), layer in list(common.items())[:2]
+        )
         raise ExportError(
-            f"GPTQ has one width and block size for all layers: {a} has {first[0]} bits in blocks of {first[1]}, and "
-            f'{b} {second[0]} bits in blocks of {second[1]}. Use format="compressed-tensors".'
+            f"GPTQ has one width and block size for all layers, and {first}, but {second}. Use "
+            'format="compressed-tensors".'
         )
     ((bits, size),) = common
     parts = {layer: weight.unsigned() for layer, weight in weights.items()}
