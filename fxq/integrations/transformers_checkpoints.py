@@ -124,12 +124,14 @@ def _split(
         )
         is_other = not isinstance(modules[path], (nn.Linear, nn.Embedding)) and like.dim() > 1
         if is_other and (stored is None or isinstance(stored, GridWeight)):
-            raise ExportError(f"{path} is a {type(modules[path]).__name__}, and the format has integers for nn.Linear.")
+            raise ExportError(
+                f"{path} is a {type(modules[path]).__name__}, and the format holds integers only for nn.Linear."
+            )
         if stored is None or shape != tuple(like.shape):
             raise ExportError(
                 f"the graph does not hold {name!r} {list(like.shape)} of {type(model).__name__}"
-                f"{'' if shape is None else f', but {list(shape)}'}: it computes with a value derived from it, as of a "
-                "norm that adds 1 to its weight, or a pass has changed it. The format needs the weight itself."
+                f"{'' if shape is None else f', but {list(shape)}'}: a pass has changed it, or the model "
+                "computes with a value derived from it (Gemma's norms add 1 to their weights)."
             )
         is_linear = isinstance(modules[path], nn.Linear) and leaf == "weight"
         if is_linear and path not in heads and isinstance(stored, GridWeight):
@@ -191,7 +193,10 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
                 continue
             earlier = weights.setdefault(_plain(name), value)
             if earlier is not value and not _is_equal(earlier, value):
-                raise ExportError(f"{name} has other values in another program of the model; quantize without data.")
+                raise ExportError(
+                    f"{name} has other values, or other integers, in another program of the model. If it was quantized "
+                    "with data, quantize it without."
+                )
     return weights
 
 

@@ -90,7 +90,7 @@ class Op:
         commutes: whether the first two tensor arguments can be swapped.
         macs: returns its multiply-accumulates from the shapes of its output and of its tensor arguments; None if they
             are negligible (norms, activation functions, additions).
-        is_own: whether a user registered it.
+        is_registered: whether a user registered it.
         tensors: names of the tensor arguments.
         options: names and defaults of the options.
     """
@@ -101,7 +101,7 @@ class Op:
     traits: OpTraits
     commutes: bool = False
     macs: Callable[..., int] | None = None
-    is_own: bool = False
+    is_registered: bool = False
     tensors: tuple[str, ...] = field(init=False)
     options: dict[str, Any] = field(init=False)
 

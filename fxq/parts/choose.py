@@ -102,7 +102,7 @@ class RecordedCalls:
 class PartPlan:
     """Part of a model that is being quantized.
 
-    It has no graph yet if the example does not call it; calibration data that calls it gives the first.
+    A part that the example does not call has no graph until calibration data calls it.
 
     Attributes:
         path: path of the submodule.
@@ -288,8 +288,9 @@ def _refused(path: str, module: nn.Module, calls: RecordedCalls, recipe: Recipe)
 
 def _may_be_called_later(module: nn.Module, called: set[int]) -> bool:
     """Whether a module has weights and a forward, but the example calls neither it nor a module in it."""
-    has_forward = type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
-    return has_forward and has_weights(module) and not any(id(inner) in called for inner in module.modules())
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        return False
+    return has_weights(module) and not any(id(inner) in called for inner in module.modules())
 
 
 def _add_programs(plan: PartPlan, calls: RecordedCalls, prepare: Prepare) -> None:

@@ -29,7 +29,7 @@ from fxq.workflow.calibrate import EVERY
 from fxq.workflow.observed_model import ObservedModel
 
 MAX_BATCHES_WITHOUT_RANGES = 64
-"""Maximum number of batches of a recipe without calibrated ranges that are run to see which parts the data calls."""
+"""Maximum number of batches that are run, for recipes without calibrated ranges, to find the parts that data calls."""
 
 
 class ObservedParts(nn.Module):
@@ -125,7 +125,7 @@ class ObservedParts(nn.Module):
         with untouched(run.model, outside), torch.no_grad(), without_autocast(), bar as advance:
             for i, batch in enumerate(data):
                 if few and i >= (MAX_CHECKED_BATCHES if run.all_called else MAX_BATCHES_WITHOUT_RANGES):
-                    run.seen = f"the first {i} batches"
+                    run.seen = f"the data up to batch {i}"
                     break
                 self._note(batch)
                 if file is None or not file.covers(i, batch):
@@ -145,7 +145,7 @@ class ObservedParts(nn.Module):
     def _resumed(self, path: str | os.PathLike[str], every: float, length: int | None) -> Checkpoint:
         """Open the checkpoint of a calibration. If its file exists, restore the state of the observers from it."""
         run = self.run
-        graphs, run.is_fixed, run.seen = run.graphs, True, "the example, and a checkpoint adds no graphs for other data"
+        graphs, run.is_fixed, run.seen = run.graphs, True, "the example, whose calls alone a checkpoint stores,"
 
         def seen() -> list[dict[str, Any]]:
             return [{**seen_by(graph, graph.manager.context), "calls": graph.batches_seen} for graph in graphs]
@@ -218,7 +218,7 @@ class ObservedCalls(nn.Module):
 
 
 class LateCalls:
-    """Calls of a float module that the example does not call, which hooks on it show to the graphs of its part.
+    """Hooks on a float module that the example does not call. They run the graphs of its part on its calls.
 
     The float module runs, and decides whether it can be a part: it must neither change its inputs nor keep a state.
     Weights that code outside of it reads are kept.
@@ -238,6 +238,9 @@ class LateCalls:
             name, on_read = f"{plan.path}.{names[id(parameter)]}", partial(self._read, parameter.detach())
             parameters: Any = module.get_submodule(owner)._parameters
             parameters[own] = AbsentTensor.like(parameter, name, on_read)
+        for inner in module.modules():
+            if isinstance(inner, nn.RNNBase):
+                inner._init_flat_weights()  # otherwise done in the first call, which would count as a state
         self.calls = RecordedCalls(state=snapshot_of(module))
         module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave, with_kwargs=True)

@@ -27,7 +27,7 @@ from fxq.saved.model_file import PARTS, checked_path, content_of, graph_from
 from fxq.saved.records import from_plain, to_plain
 
 _BUFFERS = "(buffers)"
-"""Start of the names of tensors in a file that are buffers outside of the parts."""
+"""Prefix of the names of tensors in a file that are buffers outside of the parts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StoredParts:
             code reads.
         backend, ledger: as in `PartsModel`.
         buffers: names of the buffers outside of the parts that have changed since the model was quantized, such as
-            a count of calls. The file has their values, but of those that are None now.
+            a count of calls. The file has their values; a name without a tensor means None.
     """
 
     type: str
@@ -87,7 +87,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _paths_of_programs(model: nn.Module) -> tuple[str, ...]:
-    """Start of the names of tensors of graphs. A part may have several paths."""
+    """Prefixes of the names of tensors of graphs. A part may have several paths."""
     modules = model.named_modules(remove_duplicate=False)
     return tuple(f"{path}.fxq_programs." for path, module in modules if isinstance(module, Part))
 
@@ -136,7 +136,8 @@ def save_parts(path: str | os.PathLike[str], model: Any) -> Path:
     attributes = vars(model)
     weights = {name: checksum(tensor) for name, tensor in around.items()}
     before, after = attributes["_fxq_buffers"], buffer_checksums(model)
-    changed = tuple(name for name in (*after, *(before.keys() - after)) if before.get(name) != after.get(name))
+    emptied = before.keys() - _buffers(model).keys()
+    changed = (*(name for name in after if before.get(name) != after[name]), *sorted(emptied))
     tensors |= {f"{_BUFFERS}/{name}": around[name] for name in changed if name in after}
     about = StoredParts(
         type(model).float_class.__name__,

@@ -74,7 +74,7 @@ class PartsModel:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the parts to one file, for `fxq.load(path, into=float_model)`.
 
-        Float weights around them are not in it, and of the buffers only those that have changed since quantization.
+        The file holds no float weights outside of the parts, and only the buffers that changed since quantization.
 
         Args:
             path: the file. Missing folders are created. An existing file is replaced atomically.
@@ -148,7 +148,7 @@ def with_parts(model: nn.Module, programs: Mapping[str, nn.Module], weights: Map
 def attach(model: Any, ledger: Ledger, recipe: Recipe, backend: str) -> None:
     """Set ledger, recipe and backend of a model in parts, unless its float class has an attribute of that name.
 
-    Checksums of its buffers are kept, so that its file can hold those that calls of it change.
+    Stores checksums of its buffers, so that `save` finds those that calls have changed.
     """
     vars(model)["_fxq_buffers"] = buffer_checksums(model)
     attributes = {"ledger": ledger, "recipe": recipe, "backend": backend}

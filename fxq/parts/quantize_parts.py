@@ -58,11 +58,11 @@ class PartsRun:
         choice: the parts, and what stays in Python.
         python_macs: multiply-accumulates outside of the parts, by the path of the innermost module.
         weights: tensors that parts show for the float weights: placeholders, or copies that Python code reads.
-        uncalled: for parts that the copy of the model does not call, the reason.
+        unreachable: for parts that the copy of the model does not call, the reason.
         checked: first batches of the data, on which the output is checked.
         keeps_state: whether code that stays in Python keeps a state between calls.
         is_fixed: whether no further graphs can be added, since a checkpoint holds the state of each graph.
-        seen: what the model was run on, for messages.
+        seen: data that the model was run on, for messages.
     """
 
     model: nn.Module
@@ -73,7 +73,7 @@ class PartsRun:
     choice: Choice = field(init=False)
     python_macs: Counter[str] = field(default_factory=Counter)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    uncalled: dict[str, str] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
     checked: list[Batch] = field(default_factory=list)
     keeps_state: bool = False
     is_fixed: bool = False
@@ -128,7 +128,7 @@ class PartsRun:
         for path, plan in ((plan.path, plan) for plan in self.choice.parts):
             plan.macs = counter.counts.pop(f"in {path}", 0)
             if plan.programs and not plan.calls:
-                self.uncalled[path] = (
+                self.unreachable[path] = (
                     "code that is not copied with the model calls it, such as a function that was defined in __init__"
                 )
         used = {plan.path for plan in self.choice.parts if plan.is_late and any(map(_is_in(plan.path), read))}
@@ -171,7 +171,7 @@ class PartsRun:
             raise RecipeError("parts are chosen before calibration: call fxq.prepare with recipe.parts(...).")
         if not self.graphs:
             names = _listed([plan.path for plan in self.choice.parts])
-            raise TraceError(f"no part runs on integers: {names} are not called by {self.seen}.")
+            raise TraceError(f"no part is quantized, because {self.seen} calls none of: {names}.")
         graphs: dict[str, dict[str, QuantizedModel]] = {}
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -231,12 +231,12 @@ class PartsRun:
 
     def _calls_in_float(self) -> dict[str, str]:
         """Parts of which some calls run in float, with the reasons."""
-        return self.uncalled | {p.path: p.why_float for p in self.choice.parts if p.why_float and p.programs}
+        return self.unreachable | {p.path: p.why_float for p in self.choice.parts if p.why_float and p.programs}
 
     def _in_python(self) -> dict[str, tuple[str, int]]:
         """Modules whose code stays in Python, with the reason and their multiply-accumulates."""
         without_graphs = {
-            plan.path: plan.why_float or f"it is not called by {self.seen}"
+            plan.path: plan.why_float or f"{self.seen} does not call it"
             for plan in self.choice.parts
             if not plan.programs
         }
@@ -259,7 +259,7 @@ class PartsRun:
         )
         not_called = [plan.path for plan in self.choice.parts if not plan.programs and not plan.why_float]
         if not_called:
-            in_float += f" In float, since not called by {self.seen}: {_listed(not_called)}."
+            in_float += f" Modules in float, because {self.seen} does not call them: {_listed(not_called)}."
         texts = list(dict.fromkeys(heard))
         further = f" Warnings of parts: {len(texts)}, the first: {texts[0]}" if texts else ""
         warn(

@@ -27,7 +27,7 @@ RTOL = 1e-4
 def check_own_traits(gm: fx.GraphModule, example: Batch) -> None:
     """Run a graph on the example if it calls registered ops, and check their traits `pointwise` and `layout`.
 
-    A kernel that relied on a wrong trait would compute something else without notice.
+    A kernel that relies on a wrong trait is silently wrong.
 
     Raises:
         InputError: a trait does not hold.
@@ -38,7 +38,7 @@ def check_own_traits(gm: fx.GraphModule, example: Batch) -> None:
 
 
 def _has_checked_traits(op: Op) -> bool:
-    return op.is_own and (op.traits.pointwise or op.traits.layout)
+    return op.is_registered and (op.traits.pointwise or op.traits.layout)
 
 
 class _CheckedRun(Runner):
@@ -53,7 +53,7 @@ class _CheckedRun(Runner):
             trait = "pointwise=True" if op.traits.pointwise else "layout=True"
             raise InputError(
                 f"{where(self.gm, node)}: the op {op.name!r} is registered with {trait}, but {why}. Register it with "
-                'the traits that it has, fxq.extend.OpTraits("float") if none.'
+                'its true traits, or with fxq.extend.OpTraits("float").'
             )
         return result
 
@@ -75,14 +75,15 @@ def why_wrong(op: Op, values: Mapping[str, Any], options: Mapping[str, Any]) -> 
         arguments = {name: mapped(value, change) if name in names else value for name, value in values.items()}
         return op.target(*mapped(tuple(arguments.values()), _copied), **options)
 
+    others = [value for name, value in values.items() if name not in names]
     try:
-        return _why_not_pointwise(called, inputs[0]) if op.traits.pointwise else _why_not_layout(called, inputs, values)
+        return _why_not_pointwise(called, inputs[0]) if op.traits.pointwise else _why_not_layout(called, inputs, others)
     except Exception:  # the user's function may reject other values with any type of error
         return ""
 
 
 def _why_not_pointwise(called: Callable[[Callable[[Tensor], Tensor]], Any], x: Tensor) -> str:
-    """Replace one half of the elements by their median, then the other: the outputs of those that stay must stay."""
+    """Replace one half of the elements by their median, then the other: outputs of unchanged ones must not change."""
     half, result = torch.rand(x.shape, device=x.device) < 0.5, called(lambda value: value)
     if not isinstance(result, Tensor) or result.shape != x.shape:
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -106,13 +107,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _why_not_layout(
-    called: Callable[[Callable[[Tensor], Tensor]], Any], inputs: Sequence[Tensor], values: Mapping[str, Any]
+    called: Callable[[Callable[[Tensor], Tensor]], Any], inputs: Sequence[Tensor], others: Sequence[Any]
 ) -> str:
     """Every value of the output must be one of the inputs, for inputs with unusual values, and for integers."""
     moved = called(_unusual)
-    if not isinstance(moved, Tensor) or moved.dtype != inputs[0].dtype:
-        return f"its output is {moved.dtype if isinstance(moved, Tensor) else type(moved).__name__}"
-    allowed = torch.cat([*(_unusual(x).flatten() for x in inputs), *(x.flatten() for x in tensors(values))])
+    if not isinstance(moved, Tensor):
+        return f"it returns a {type(moved).__name__}, not a tensor"
+    dtypes = [x.dtype for x in inputs]
+    if moved.dtype not in dtypes:
+        return f"it returns {moved.dtype} for inputs of {dtypes[0]}"
+    allowed = torch.cat([*(_unusual(x).flatten() for x in inputs), *(x.flatten() for x in tensors(others))])
     if not torch.isin(moved[~moved.isnan()], allowed.to(moved.dtype)).all():
         return "its output has values that are in none of its inputs"
     of_integers = called(lambda value: torch.zeros_like(value, dtype=torch.uint8))

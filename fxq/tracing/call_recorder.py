@@ -81,7 +81,7 @@ class CallRecorder(fx.Tracer):
 
         Args:
             model: the model.
-            caller: code of the function that calls its forward; the frames inside are those of the user.
+            caller: code of the function that calls its forward; the frames below it belong to the code of the user.
         """
         self._caller = caller
         self.run = ExampleRun(model, caller)

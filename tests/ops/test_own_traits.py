@@ -72,6 +72,16 @@ def unfolded(x):
     return torch.nn.functional.unfold(x[None, None], (1, 1))[0]
 
 
+def shifted_in_ones(x):
+    y = torch.ones_like(x)
+    y[:, 1:] = x[:, :-1]
+    return y
+
+
+def joined_of_two(x, y):
+    return torch.cat([x, y], 1)[:, :16]
+
+
 def joined(xs):
     return torch.cat(xs, 1)
 
@@ -85,7 +95,7 @@ WRONG = [
     (turned_in_float, LAYOUT, r"it returns torch\.float32 for uint8"),
     (shifted_in, LAYOUT, "its output has values that are in none of its inputs"),
     (negated, LAYOUT, "its output has values that are in none of its inputs"),
-    (rounded_to_half, LAYOUT, r"its output is torch\.float16"),
+    (rounded_to_half, LAYOUT, r"it returns torch\.float16 for inputs of torch\.float32"),
 ]
 
 
@@ -134,6 +144,16 @@ def test_traits_that_hold_are_accepted(quantized):
     traits = OpTraits("moves", inputs=("xs",), layout=True)
     rows = {e.op: e.precision for e in quantized(joined, traits, call=lambda op, x: op([x[:, :8], x[:, 8:]])).ledger}
     assert rows["joined"] == "moves"
+
+
+def test_constants_that_are_values_of_the_example_are_noticed(quantized):
+    with pytest.raises(InputError, match="its output has values that are in none of its inputs"):
+        quantized(shifted_in_ones, LAYOUT, call=lambda op, x: op(torch.nn.functional.hardsigmoid(4 * x)))
+
+
+def test_inputs_of_two_dtypes(quantized):
+    traits = OpTraits("moves", inputs=("x", "y"), layout=True)
+    assert quantized(joined_of_two, traits, call=lambda op, x: op(x.bfloat16(), x))(X).isfinite().all()
 
 
 def test_no_false_alarms(quantized):

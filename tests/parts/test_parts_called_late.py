@@ -61,8 +61,8 @@ def test_data_after_the_example_gives_graphs(recipe, tmp_path):
     model, q, warning = quantized(recipe, [0, 0, 0, 0, 0, 2, 1])
     assert list(q.parts) == ["experts.0", "experts.1", "experts.2", "head"]
     assert all(graph.ledger.coverage == 1 for graph in q.parts.values())
-    assert in_python(q) == {"extra": "it is not called by the data"}
-    assert "In float, since not called by the data: extra." in warning
+    assert in_python(q) == {"extra": "the data does not call it"}
+    assert "Modules in float, because the data does not call them: extra." in warning
     loaded = fxq.load(q.save(tmp_path / "m.fxq"), into=model)
     for expert in range(3):
         x = batch_for(expert)
@@ -75,8 +75,8 @@ def test_data_after_the_example_gives_graphs(recipe, tmp_path):
 def test_what_no_data_calls_stays_float_and_is_named():
     model, q, warning = quantized(STATIC, [0, 1])
     assert list(q.parts) == ["experts.0", "experts.1", "head"]
-    assert in_python(q) == dict.fromkeys(["experts.2", "extra"], "it is not called by the data")
-    assert "In float, since not called by the data: experts.2, extra." in warning
+    assert in_python(q) == dict.fromkeys(["experts.2", "extra"], "the data does not call it")
+    assert "Modules in float, because the data does not call them: experts.2, extra." in warning
     x = batch_for(2)
     hidden = model.experts[2](x)
     assert torch.equal(q(x), q.head(hidden))  # the expert computes in float, the head on integers
@@ -86,7 +86,7 @@ def test_what_no_data_calls_stays_float_and_is_named():
 def test_checkpoints_add_no_graphs(tmp_path):
     for _ in range(2):  # the second run is resumed: all batches are covered
         _, q, _ = quantized(STATIC, [0, 1], checkpoint=tmp_path / "c")
-        assert in_python(q)["experts.1"].startswith("it is not called by the example, and a checkpoint adds no graphs")
+        assert in_python(q)["experts.1"] == ("the example, whose calls alone a checkpoint stores, does not call it")
 
 
 def test_parts_that_the_example_does_not_call_can_be_named():
@@ -97,15 +97,15 @@ def test_parts_that_the_example_does_not_call_can_be_named():
         assert list(q.parts) == ["experts.0", "experts.1"]
         _, q, _ = quantized(STATIC.parts("experts.1"), [0, 1])
         assert list(q.parts) == ["experts.1"]
-        with pytest.raises(fxq.TraceError, match=r"no part runs on integers: experts\.2 are not called by the data"):
+        with pytest.raises(fxq.TraceError, match=r"no part is quantized, because the data calls none of: experts\.2"):
             fxq.quantize(Routed().eval(), STATIC.parts("experts.2"), data=[(batch_for(0),)])
 
 
 def test_only_some_data_is_run_without_ranges():
     recipe = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
     _, q, warning = quantized(recipe, [0] * 70 + [1])
-    assert in_python(q)["experts.1"] == "it is not called by the first 64 batches"
-    assert "since not called by the first 64 batches: experts.1, experts.2, extra." in warning
+    assert in_python(q)["experts.1"] == "the data up to batch 64 does not call it"
+    assert "because the data up to batch 64 does not call them: experts.1, experts.2, extra." in warning
 
 
 class Shifting(nn.Module):
@@ -166,7 +166,7 @@ class InBfloat16(Routed):
     [
         (lambda: WithInput(Shifting), "it changes its input args[0] in place"),
         (lambda: WithInput(Counting), "its attribute 'calls' changes during a run, which code outside of a graph can"),
-        (WithoutForward, "it is not called by the data"),
+        (WithoutForward, "the data does not call it"),
         (InBfloat16, "it runs under torch.autocast"),
     ],
     ids=["changes its input", "keeps a state", "is not called as a whole", "autocast"],
@@ -179,6 +179,19 @@ def test_what_cannot_be_a_graph_stays_float(make, why):
         with torch.no_grad():
             want, got = model(x.clone()), q(x.clone())
         assert 20 < sqnr(want, got) < 80
+
+
+def test_a_recurrent_expert_becomes_a_part():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(32, 32, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x[None])[0][0]
+
+    _, q, _ = quantized(STATIC, [0, 1], lambda: Routed(Recurrent))
+    assert list(q.parts) == ["experts.0", "experts.1", "head"]
 
 
 def test_a_weight_that_later_data_reads_is_kept():

@@ -305,7 +305,10 @@ class WeightOnlyEmbedding(WeightOnlyKernel):
         return _rows(self.stored_weight(), x).view(*x.shape, *self.stored_weight().row)
 
     def bind(self, x: Tensor) -> Callable[..., Tensor]:
-        """Return the function for indices like these, see `Bindable.bind`: of whole blocks of integers, few ops."""
+        """Return a function for indices of this shape, see `Bindable.bind`.
+
+        Unpacked tables with whole blocks take few ops; others use `forward`.
+        """
         stored = self.stored_weight()
         values, scale, zero = stored.values, stored.scale, stored.zero_point
         block = min(stored.block or stored.row[0], stored.row[0])
@@ -362,7 +365,7 @@ KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
 
 
 def _lookup(values: Tensor, scale: Tensor, zero: Tensor | None, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Function that converts rows of a table, by their indices: integers of any shape -> float32, of this shape.
+    """Function that looks up rows of a table and converts them to float32 of a shape.
 
     Args:
         values: stored integers, (N, blocks, block).
@@ -370,19 +373,20 @@ def _lookup(values: Tensor, scale: Tensor, zero: Tensor | None, shape: Sequence[
         zero: zero points in the shape of `scale`, or None.
         shape: shape of the result.
     """
-    scale, to = scale.view(*values.shape[:2], 1), torch.float32
+    scale = scale.view(*values.shape[:2], 1)
     if zero is None:
 
         def scaled(x: Tensor) -> Tensor:
             x = x.reshape(-1)
-            return values.index_select(0, x).to(to).mul_(scale.index_select(0, x)).view(shape)
+            return values.index_select(0, x).to(torch.float32).mul_(scale.index_select(0, x)).view(shape)
 
         return scaled
     zero = zero.view(scale.shape)
 
     def shifted(x: Tensor) -> Tensor:
         x = x.reshape(-1)
-        rows = values.index_select(0, x).to(to).sub_(zero.index_select(0, x).to(to))
+        zeros = zero.index_select(0, x).to(torch.float32)
+        rows = values.index_select(0, x).to(torch.float32).sub_(zeros)
         return rows.mul_(scale.index_select(0, x)).view(shape)
 
     return shifted

@@ -63,7 +63,7 @@ def load_model(source: str | os.PathLike[str] | Any) -> Any:
 
 
 def _check(model: Any) -> None:
-    """Run the checker of `onnx`. Outputs need no shape, which it demands and other readers do not."""
+    """Run the checker of `onnx`. It demands shapes of outputs, which are optional: missing ones are empty meanwhile."""
     import onnx.checker
 
     types = [output.type.tensor_type for output in model.graph.output if output.type.HasField("tensor_type")]

@@ -226,7 +226,7 @@ def test_regions_with_a_node_that_is_refused_beside_others_are_planned_twice_at_
 
 
 def test_kernels_are_bound_to_their_programs():
-    """They looked up their program in each call, since their `forward` is their own, and `bind` was not."""
+    """A kernel is bound to its program, instead of looking it up in each call."""
     x = image()
     (kernel,) = kernels(quantized(Flattened(), x))
     assert isinstance(kernel.callable_for(x), RegionProgram)

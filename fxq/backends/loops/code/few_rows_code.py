@@ -18,7 +18,8 @@ from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT16, INT32,
 from fxq.quant.packing import UNIT
 
 CHUNK = 32
-"""Bytes of a row of the weight that are converted at once. They have one scale, or two if they hold 4-bit values."""
+"""Bytes of a row of the weight that are converted at once, unless tiles unpack them. They have one scale, or two if
+they hold 4-bit values."""
 
 _TILES_AHEAD = 3
 """Distance of prefetches: a tile fetches into the second-level cache what is read this many tiles later."""

@@ -21,9 +21,9 @@ SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 _GROUP_BYTES = 1 << 14
 """Bytes of the weight that several rows of the input read in turn, from the first-level cache."""
 UNPACKED = 16
-"""UNPACKED + bits is the kind of weights packed with another width. Rows are unpacked to uint8 where they are read."""
+"""UNPACKED + bits is the kind of weights packed with other widths. Rows are unpacked to uint8, or tiles unpack them."""
 _IN_UNITS = 8
-"""_IN_UNITS + bits is the kind of such weights for tiles that unpack them themselves."""
+"""_IN_UNITS + bits is the kind of packed weights that tiles unpack in registers."""
 _TWO, _THREE, _SIX = UNIT_BITS
 
 
@@ -80,13 +80,16 @@ _one_int_unit, _row_int_unit = _tiles(
 
 @helper
 def _unpacked(kind, row_bytes, columns):
-    """Width of values that are unpacked first, or 0; kind, and bytes of a row of the weight, as it is read then."""
+    """Width to unpack rows from first (0: none), then the kind and the bytes per row that are read."""
     return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
 
 
 @helper
 def _as_read(kind, row_bytes, columns, rows, block, scales, span):
-    """As `_unpacked`, but tiles of one row unpack whole units; and the chunks of a row, and those with one scale."""
+    """How tiles read the weight: the values of `_unpacked`, chunks per row, and chunks per scale.
+
+    With one row of the input, tiles unpack whole units themselves.
+    """
     bits, is_whole = kind - UNPACKED, columns % UNIT == 0 and (scales == 1 or block % UNIT == 0)
     if rows == 1 and is_whole and bits in (_TWO, _THREE, _SIX):
         return 0, _IN_UNITS + bits, row_bytes, columns // UNIT, span * CHUNK // UNIT

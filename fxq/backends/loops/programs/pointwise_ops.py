@@ -60,7 +60,7 @@ def mul(plan: StepBuilder, x: Any, other: Any) -> PlannedValue:
 
 @plans("div")
 def div(plan: StepBuilder, x: Any, other: Any, *, rounding_mode: Any = None) -> PlannedValue:
-    refuse(not isinstance(other, (int, float)) or other == 0, "it divides by no constant number")
+    refuse(not isinstance(other, (int, float)) or other == 0, "its divisor is not a constant other than 0")
     refuse(rounding_mode is not None, "it rounds the quotient")
     return mul(plan, x, PlannedWeight(torch.tensor(1 / other, dtype=torch.float32)))
 
