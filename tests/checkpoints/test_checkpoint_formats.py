@@ -165,9 +165,21 @@ def test_layers_that_gptq_does_not_hold_together():
         for n in (2, 4)
     ]
     with pytest.raises(
-        ExportError, match=r"one width and block size for all layers: a has 4 bits in blocks of 32, and b"
+        ExportError, match=r"one width and block size for all layers, and a has 4 bits with blocks of 32, but b"
     ):
         gptq_files.write(dict(zip("ab", own, strict=True)))
+
+
+def test_a_row_of_one_block_has_the_block_size_of_the_other_layers():
+    """Alone, its group size would be -1, the whole row."""
+    one, two = (
+        GridWeight.of(
+            torch.zeros(8, 32 * n, dtype=torch.uint8), torch.ones(8, n), torch.ones(8, n, dtype=torch.int32), 32, 4
+        )
+        for n in (1, 2)
+    )
+    assert gptq_files.write({"a": one})[1]["group_size"] == -1
+    assert gptq_files.write({"a": one, "b": two})[1]["group_size"] == 32
 
 
 def test_blocks_of_scale_0_are_zeros():
