@@ -84,7 +84,7 @@ def test_bits_are_those_of_the_chosen_recipe(budget):
     result = fxq.search(network(), RECIPE, DATA, budget=budget)
     alike = replace(RECIPE, config=result.recipe.overrides[-1][1])
     scales = [smallest_scale(fxq.quantize(network(), r, data=DATA)) for r in (alike, result.recipe)]
-    assert scales[1] != pytest.approx(scales[0], rel=0.05)
+    assert scales[1] != pytest.approx(scales[0], rel=0.005)  # the smallest number of float16 is between them
     model = network()
     with torch.no_grad():
         model[4].weight *= torch.finfo(torch.float16).tiny / math.prod(scales) ** 0.5
