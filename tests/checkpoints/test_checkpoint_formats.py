@@ -172,14 +172,14 @@ def test_layers_that_gptq_does_not_hold_together():
 
 def test_a_row_of_one_block_has_the_block_size_of_the_other_layers():
     """Alone, its group size would be -1, the whole row."""
-    one, two = (
+    row, rows = (
         GridWeight.of(
             torch.zeros(8, 32 * n, dtype=torch.uint8), torch.ones(8, n), torch.ones(8, n, dtype=torch.int32), 32, 4
         )
         for n in (1, 2)
     )
-    assert gptq_files.write({"a": one})[1]["group_size"] == -1
-    assert gptq_files.write({"a": one, "b": two})[1]["group_size"] == 32
+    assert gptq_files.write({"a": row})[1]["group_size"] == -1
+    assert gptq_files.write({"a": row, "b": rows})[1]["group_size"] == 32
 
 
 def test_blocks_of_scale_0_are_zeros():
