@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -131,8 +131,11 @@ class PartsRun:
                 self.unreachable[path] = (
                     "code that is not copied with the model calls it, such as a function that was defined in __init__"
                 )
-        used = {plan.path for plan in self.choice.parts if plan.is_late and any(map(_is_in(plan.path), read))}
-        self.choice.parts = [plan for plan in self.choice.parts if plan.path not in used]  # code reads their weights
+        self.choice.parts = [  # without modules that are not called because code reads their weights
+            plan
+            for plan in self.choice.parts
+            if not (plan.is_late and any(name.startswith(f"{plan.path}.") for name in read))
+        ]
         self.python_macs = +counter.counts
         late = [plan for plan in self.choice.parts if plan.is_late]  # whether code reads their buffers is not known
         read |= {f"{plan.path}.{name}": buffer for plan in late for name, buffer in plan.module.named_buffers()}
@@ -268,11 +271,6 @@ class PartsRun:
             f"multiply-accumulates are on integers{weights}; print(q.ledger) shows the rest. recipe.parts(...) chooses "
             f"other parts.{in_float}{low}{further}"
         )
-
-
-def _is_in(path: str) -> Callable[[str], bool]:
-    """Function that says whether a weight is of the module at a path."""
-    return lambda name: name.startswith(f"{path}.")
 
 
 def _listed(names: list[str]) -> str:
