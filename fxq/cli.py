@@ -233,11 +233,12 @@ def report(model: Any, page: Path) -> None:
 @_model_command
 @click.argument("path", type=_OUT)
 @click.option("--fixed", is_flag=True, help="Fix the batch size to that of the example.")
-def export(model: Any, path: Path, fixed: bool) -> None:
+@click.option("--target", help='Runtime that an .onnx file is for: "tensorrt", for models of the backend of this name.')
+def export(model: Any, path: Path, fixed: bool, target: str | None) -> None:
     """Export MODEL, a .fxq file or a folder, to PATH: .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
     if not hasattr(model, "export"):
         raise InputError("a model in parts runs Python code around them, which no exported file can hold.")
-    _echo_paths(model.export(path, dynamic=not fixed))
+    _echo_paths(model.export(path, dynamic=not fixed, target=target))
 
 
 def _echo_paths(written: Any) -> None:

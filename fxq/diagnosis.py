@@ -180,8 +180,8 @@ def doctor(names: Sequence[str] | None = None, *, progress: bool | None = None) 
     could crash the process are not called. It takes a few seconds.
 
     Args:
-        names: names of the backends to try. Default: all backends, also those of other packages, except "reference",
-            which has no kernels.
+        names: names of the backends to try. Default: all backends, also those of other packages, except "reference" and
+            "tensorrt", which have no kernels.
         progress: whether to show a progress bar. Default: only if stderr is a terminal.
 
     Returns:
@@ -198,9 +198,7 @@ def doctor(names: Sequence[str] | None = None, *, progress: bool | None = None) 
         True
     """
     others = [backend.name for backend in backends.installed() if not backend.refused]
-    chosen = (
-        tuple(names) if names is not None else (*(n for n in backends.builtin_names() if n != "reference"), *others)
-    )
+    chosen = tuple(names) if names is not None else (*backends.names_with_kernels(), *others)
     with warnings.catch_warnings(), progress_bar("probing kernels", len(chosen) * len(PROBES), progress) as advance:
         warnings.simplefilter("ignore")  # the rows report wrong kernels
         busy = is_contended()

@@ -243,6 +243,7 @@ class QuantizedModel(Quantized):
         dynamic: bool | Mapping[str, Mapping[int, str]] = True,
         check: bool = True,
         format: str | None = None,
+        target: str | None = None,
     ) -> Path:
         """Export the model for another runtime: ONNX, OpenVINO or `torch.export`. Works for models of any backend.
 
@@ -268,14 +269,16 @@ class QuantizedModel(Quantized):
             format: "matmulnbits": an ONNX file whose linear layers with float inputs and integer weights are nodes
                 MatMulNBits, which ONNX Runtime alone has. With default options, it then computes what this model
                 computes, where it would round the inputs of the standard nodes to 8 bits. None: standard nodes.
+            target: "tensorrt": an ONNX file for TensorRT, of a model quantized with `backend="tensorrt"`: all zero
+                points 0, and biases in float. It is checked as other ONNX files, but not in TensorRT.
 
         Returns:
             The path.
 
         Raises:
-            ExportError: the format cannot express a call of the model, or the runtime computes other outputs. Nothing
-                is written.
-            InputError: the suffix or format is unknown, or `dynamic` names an input that does not exist.
+            ExportError: the format cannot express a call of the model, the target does not take its grids, or the
+                runtime computes other outputs. Nothing is written.
+            InputError: the suffix, format or target is unknown, or `dynamic` names an input that does not exist.
             RenderError: the file cannot be written.
 
         Example:
@@ -288,7 +291,7 @@ class QuantizedModel(Quantized):
             (5, 8, 14, 14)
             >>> path.unlink()
         """
-        return export_model(path, self, batch_for(self, example_inputs), dynamic, check, format)
+        return export_model(path, self, batch_for(self, example_inputs), dynamic, check, format, target)
 
     def report(
         self,

@@ -221,7 +221,7 @@ class _Planner:
             config = replace(config, state=replace(DYNAMIC_STATE, bits=config.state.bits))
             notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         recipe_config, config = config, backend.config(gm, config, calls)
-        notes += _changes(backend, recipe_config, config)
+        notes += _changes(backend, recipe_config, config) if backend.notes_specs else []
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -295,7 +295,7 @@ def _with_remedies(context: Context, planner: _Planner, plans: Mapping[fx.Node, 
     whole = {n for n, plan in plans.items() if plan.kernel_ops[1:] == (len(planner.ops[n]),)}
     remedies = dict.fromkeys(whole, 'recipe.with_optimize("coverage")')
     in_float = [n for n, plan in plans.items() if _other_backend_may_run(plan) and n not in whole]
-    if in_float and context.backend.name != "reference":
+    if in_float and context.backend.has_kernels:
         plans_there = planner.plans(get_backend("reference", device_of(context.model)))
         remedies.update({n: 'recipe.with_backend("reference")' for n in in_float if not _has_float_ops(plans_there[n])})
     return {node: plan.decided(fix=remedies[node]) if node in remedies else plan for node, plan in plans.items()}

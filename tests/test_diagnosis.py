@@ -42,7 +42,7 @@ def test_every_backend_runs_what_it_says(step, monkeypatch):
     """
     monkeypatch.setattr(diagnosis, "PROBES", diagnosis.PROBES[::step])
     report = fxq.doctor(progress=False)
-    assert {row.backend for row in report.rows} == set(backends.builtin_names()) - {"reference"}
+    assert {row.backend for row in report.rows} == set(backends.builtin_names()) - {"reference", "tensorrt"}
     wrong = [row for row in report.rows if row.verdict == "wrong"]
     assert [row for row in wrong if row.backend == "jit"] == []
     for row in wrong:

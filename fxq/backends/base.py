@@ -84,6 +84,7 @@ class Backend(ABC):
         name: name of the backend. A saved recipe names a class of your own by its import path.
         devices: types of the devices that it runs on; empty: any.
         has_kernels: whether it runs some ops faster on integers than in float. If not, prices are meaningless.
+        notes_specs: whether the ledger has a note on each spec that `config` replaces. False if it replaces all.
 
     Example:
         A backend that runs each linear layer in one kernel, which computes in float. `calls` are the ops of a unit, in
@@ -103,6 +104,7 @@ class Backend(ABC):
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ()
     has_kernels: ClassVar[bool] = True
+    notes_specs: ClassVar[bool] = True
 
     @abstractmethod
     def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:

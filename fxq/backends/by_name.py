@@ -13,6 +13,7 @@ from fxq.errors import BackendError, RecipeError, unknown, warn, warn_once, word
 
 _BACKENDS = {
     "reference": "fxq.backends.reference:Reference",
+    "tensorrt": "fxq.backends.tensorrt:Tensorrt",
     "x86": "fxq.backends.x86.x86:X86",
     "fbgemm": "fxq.backends.packed.fbgemm:Fbgemm",
     "qnnpack": "fxq.backends.packed.qnnpack:Qnnpack",
@@ -20,6 +21,7 @@ _BACKENDS = {
     "openvino": "fxq.backends.engines.openvino:Openvino",
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
+_WITHOUT_KERNELS = ("reference", "tensorrt")
 FASTEST = "fastest"
 """Name with which a recipe asks to try all backends and keep the fastest (`fxq/workflow/fastest.py`)."""
 NAMES = ("auto", FASTEST, *_BACKENDS)
@@ -58,6 +60,11 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
+def names_with_kernels() -> tuple[str, ...]:
+    """Names of the backends of fxq that have kernels for this machine or others: all but "reference" and "tensorrt"."""
+    return tuple(name for name in _BACKENDS if name not in _WITHOUT_KERNELS)
+
+
 def installed() -> tuple[InstalledBackend, ...]:
     """Backends that other packages add through entry points. None of them is imported."""
     return installed_backends(NAMES)
@@ -76,8 +83,8 @@ def check_name(name: str) -> None:
 
 def fastest_order() -> tuple[str, ...]:
     """Backends that "fastest" tries: all that may be faster than float on this kind of CPU, also of other packages."""
-    left_out = ("reference", "qnnpack") if cpu.is_x86() else ("reference", "x86", "fbgemm")
-    return (*(name for name in _BACKENDS if name not in left_out), *_usable_names())
+    left_out = ("qnnpack",) if cpu.is_x86() else ("x86", "fbgemm")
+    return (*(name for name in names_with_kernels() if name not in left_out), *_usable_names())
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
@@ -211,6 +218,6 @@ def recipe_name(backend: Backend) -> str:
 
 __all__ = [
     "NAMES", "Backend", "FaultyKernel", "Support", "auto_order", "auto_skips", "backend_type", "builtin_names",
-    "check_name", "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "recipe_name",
-    "unavailable",
+    "check_name", "devices_of", "fastest_order", "get_backend", "installed", "kernel_named", "names_with_kernels",
+    "recipe_name", "unavailable",
 ]  # fmt: skip

@@ -54,7 +54,8 @@ def static(
 
     Args:
         backend: "x86", "fbgemm", "qnnpack", "jit", "openvino", "onnxruntime" or "reference"; "auto" for the first that
-            runs on this machine; "fastest" to try all and use the fastest; or your own, see `with_backend`.
+            runs on this machine; "fastest" to try all and use the fastest; "tensorrt" for models that are exported to
+            TensorRT; or your own, see `with_backend`.
         activation: spec of all activations; the default is uint8 affine with the histogram observer. None: they stay in
             float, see `weight_only`.
         weight: spec of all weights; the default is int8 symmetric per channel.

@@ -31,6 +31,10 @@ from fxq.onnx.whole_model import OnnxModel, write_model
 from fxq.quant.qparams import QParams, dequantize
 from fxq.saved.export_check import check_in_openvino, checked_batches, warn_of_fixed_sizes
 from fxq.saved.program_export import write_program
+from fxq.saved.tensorrt_export import fit_tensorrt
+
+Writing = Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]
+"""Function that writes a file: its arguments are path, qdq graph, example, dynamic axes, and `check`."""
 
 
 def export_model(
@@ -40,6 +44,7 @@ def export_model(
     dynamic: Dynamic = True,
     check: bool = True,
     format: str | None = None,
+    target: str | None = None,
 ) -> Path:
     """Export a model for another runtime, see `QuantizedModel.export`.
 
@@ -50,10 +55,14 @@ def export_model(
         dynamic: axes of the inputs whose size may vary.
         check: whether to run the exported model, if its runtime is installed, and compare outputs.
         format: form of weights, see `FORMATS`; None: that of the suffix.
+        target: runtime that the file is for, see `TARGETS`; None: any that reads the format.
     """
     path = as_path(path)
-    if format is not None:
-        _check_format(path, format)
+    for name, value, writers in (("format", format, FORMATS), ("target", target, TARGETS)):
+        if value is not None:
+            _check_choice(path, name, value, writers)
+    if format is not None and target is not None:
+        raise InputError(f"a file has format={format!r} or target={target!r}, not both.")
     if path.suffix not in WRITERS:
         raise InputError(f"the suffix of {str(path)!r} selects the format: {unknown('suffix', path.suffix, WRITERS)}")
     with torch.no_grad():  # the model itself reports errors of the example best
@@ -61,16 +70,17 @@ def export_model(
     gm = qdq_graph(model)
     if path.suffix != ".pt2":  # .pt2 multiplies floats only
         _leave_products_in_float(path, gm)
-    (WRITERS[path.suffix] if format is None else FORMATS[format])(path, gm, batch, dynamic, check)
+    write = FORMATS.get(format or "") or TARGETS.get(target or "") or WRITERS[path.suffix]
+    write(path, gm, batch, dynamic, check)
     return path
 
 
-def _check_format(path: Path, format: str) -> None:
-    """Raise `InputError` if a format is unknown, or is not one of ONNX files."""
-    if format not in FORMATS:
-        raise InputError(unknown("format", format, FORMATS))
+def _check_choice(path: Path, name: str, value: str, writers: Mapping[str, Writing]) -> None:
+    """Raise `InputError` if an option of ONNX files has an unknown value, or the file is no ONNX file."""
+    if value not in writers:
+        raise InputError(unknown(name, value, writers))
     if path.suffix != ".onnx":
-        raise InputError(f"format={format!r} is one of .onnx files, and {str(path)!r} has another suffix.")
+        raise InputError(f"{name}={value!r} is one of .onnx files, and {str(path)!r} has another suffix.")
 
 
 def _leave_products_in_float(path: Path, gm: fx.GraphModule) -> None:
@@ -132,22 +142,27 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
     """Convert a model to ONNX, with options of `Writer`, and check it."""
     written = _written(path, gm, batch, dynamic, **options)
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
-    _check(path, written, gm, batches)
-    _warn_of_reduced_ranges(path, gm)
+    checks = _checked(path, written, gm, batches)
     if written.assumptions:
         warn(
             f"{path}: the model is right for sizes with {', '.join(sorted(set(written.assumptions)))}. For others, "
             "a runtime may return wrong values where PyTorch raises: check sizes before calling it."
         )
-    return CheckedOnnx(written, batches)
+    if path.suffix == ".onnx" and batches and not checks:
+        warn(
+            f"{path} is written, but was not checked: onnxruntime is not installed. pip install "
+            "fxq[onnxruntime] lets export run it and compare."
+        )
+    return CheckedOnnx(written, batches, checks)
 
 
 @dataclass(frozen=True)
 class CheckedOnnx:
-    """ONNX model, and the batches that it was checked on."""
+    """ONNX model, the batches that it was checked on, and the check on each batch if ONNX Runtime is installed."""
 
     written: OnnxModel
     batches: Sequence[Batch]
+    checks: Sequence[ModelCheck]
 
     @property
     def data(self) -> bytes:
@@ -173,8 +188,14 @@ def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, **o
     return fixed
 
 
-def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> None:
-    """Raise `ExportError` if a model is not valid ONNX, or disagrees with its graph on a batch."""
+def _checked(
+    path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]
+) -> Sequence[ModelCheck]:
+    """Check a model on each batch, in ONNX Runtime if it is installed, and return these checks.
+
+    Raises:
+        ExportError: it is not valid ONNX, or disagrees with its graph on a batch.
+    """
     import onnx
 
     if written.model.ByteSize() >= _MAX_ONNX_BYTES:
@@ -202,13 +223,7 @@ def _check(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence
                 f"{path}: ONNX Runtime computes something else than the quantized model, and nothing was written: "
                 f"{wrong[0]}, and {len(wrong) - 1} more of {len(differences)}, inputs {batch}. {_REPORT}"
             )
-    if path.suffix == ".onnx":
-        if batches and not runs:
-            warn(
-                f"{path} is written, but was not checked: onnxruntime is not installed. pip install "
-                "fxq[onnxruntime] lets export run it and compare."
-            )
-        _check_optimized(path, checks)
+    return checks
 
 
 def _check_optimized(path: Path, checks: Sequence[ModelCheck]) -> None:
@@ -264,9 +279,18 @@ _REPORT = "This is a bug of fxq or of the runtime: please report it. check=False
 
 
 def _write_onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
-    data = _onnx(path, gm, batch, dynamic, check).data
+    exported = _onnx(path, gm, batch, dynamic, check)
+    _check_optimized(path, exported.checks)
+    _warn_of_reduced_ranges(path, gm)
     with replacing(path) as file:
-        file.write(data)
+        file.write(exported.data)
+
+
+def _write_tensorrt(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
+    fit_tensorrt(path, gm)
+    exported = _onnx(path, gm, batch, dynamic, check, integer_bias=False)
+    with replacing(path) as file:
+        file.write(exported.data)
 
 
 def _write_nbits(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
@@ -276,6 +300,8 @@ def _write_nbits(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic,
             f'{path} cannot be written with format="matmulnbits": no linear layer with a float input has integer '
             'weights. Leave out format, or quantize with "weight_only".'
         )
+    _check_optimized(path, exported.checks)
+    _warn_of_reduced_ranges(path, gm)
     with replacing(path) as file:
         file.write(exported.data)
 
@@ -293,6 +319,7 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
             'backend="openvino", which keeps such layers in float.'
         )
     exported = _onnx(path, gm, batch, dynamic, check, for_openvino=True)
+    _warn_of_reduced_ranges(path, gm)
     try:
         model = openvino.Core().read_model(exported.data)
     except Exception as error:  # engines may raise anything
@@ -319,12 +346,15 @@ def _save_openvino(path: Path, model: Any) -> None:
             new.with_suffix(suffix).replace(path.with_suffix(suffix))
 
 
-WRITERS: dict[str, Callable[[Path, fx.GraphModule, Batch, Dynamic, bool], None]] = {
+WRITERS: dict[str, Writing] = {
     ".onnx": _write_onnx,
     ".xml": _write_openvino,
     ".pt2": write_program,
 }
-"""Function that writes a format, by suffix. Its arguments are path, qdq graph, example, dynamic axes, and `check`."""
+"""Function that writes a format, by suffix."""
 
-FORMATS = {"matmulnbits": _write_nbits}
-"""Function that writes an ONNX file with another form of weights, by its name, with the arguments of `WRITERS`."""
+FORMATS: dict[str, Writing] = {"matmulnbits": _write_nbits}
+"""Function that writes an ONNX file with another form of weights, by its name."""
+
+TARGETS: dict[str, Writing] = {"tensorrt": _write_tensorrt}
+"""Function that writes an ONNX file for one runtime, by its name."""

@@ -1,0 +1,97 @@
+"""qdq graphs for TensorRT: checks of their grids, and activations that use all integers of int8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fxq.backends.tensorrt import fits_blocks
+from fxq.errors import ExportError, warn
+from fxq.graph.grid import grid_of
+from fxq.graph.info import info
+from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op
+from fxq.graph.unit import calls_of
+from fxq.quant.qparams import QParams
+
+_REMEDY = 'Quantize with backend="tensorrt", which chooses grids and units as TensorRT takes them'
+_INT8 = torch.iinfo(torch.int8)
+
+
+def fit_tensorrt(path: Path, gm: fx.GraphModule) -> None:
+    """Change a qdq graph in place to what TensorRT computes.
+
+    TensorRT clamps activations to -128..127. A symmetric grid ends at -127, and a Clip for it would keep TensorRT from
+    fusing ops, so activations use -128, too: for values below the calibrated range, the result differs by one step.
+
+    Args:
+        path: the file, for messages.
+        gm: the qdq graph.
+
+    Raises:
+        ExportError: a range is dynamic, a grid is not symmetric int8, or an op reads integer weights that TensorRT
+            takes in float; the message names the layer.
+    """
+    for node in gm.graph.nodes:
+        reason = _refusal(gm, node)
+        if reason:
+            raise ExportError(
+                f"{path} cannot be written for TensorRT: {info(node).path or node.name} {reason}. {_REMEDY}."
+            )
+        if is_op(node, "quantize", "requantize"):
+            node.kwargs = {**node.kwargs, "qmin": _INT8.min}
+    gm.recompile()
+    fused = [node for node in gm.graph.nodes if _adds_to_layer(gm, node) and _reads_integers(gm, node)]
+    if fused:
+        first = info(fused[0]).path or fused[0].name
+        warn(
+            f"{path}: {len(fused)} sums read a layer's result before it is quantized (the first: {first}), and TensorRT "
+            f"adds in float there. {_REMEDY}."
+        )
+
+
+def _refusal(gm: fx.GraphModule, node: fx.Node) -> str:
+    """What TensorRT does not take of a conversion; empty if it takes it, and for other nodes."""
+    if is_op(node, *DYNAMIC_GRID_OPS):
+        return "has a range that is computed at run time"
+    if not is_op(node, "quantize", "requantize", "dequantize"):
+        return ""
+    grid = grid_of(gm, node)
+    if grid is None:
+        return "has a scale for each row"
+    if is_op(node, "dequantize") and constant(gm, node.args[0]) is not None:
+        return _weight_refusal(gm, node, grid)
+    if bool((grid.zero_point != 0).any()):
+        return "has activations with a zero point"
+    fits = grid.dtype is torch.int8 and grid.qmax == _INT8.max and grid.qmin <= -_INT8.max and grid.axis is None
+    return "" if fits else f"has activations from {grid.qmin} to {grid.qmax}, not symmetric int8 per tensor"
+
+
+def _weight_refusal(gm: fx.GraphModule, node: fx.Node, grid: QParams) -> str:
+    """What TensorRT does not take of a dequantized weight with this grid; empty if it takes it."""
+    if grid.dtype is torch.float16:
+        return ""
+    if bool((grid.zero_point != 0).any()):
+        return "has a weight with zero points"
+    for reader in node.users:
+        calls = calls_of(gm, reader)
+        op = calls[0].op if calls else None
+        if op is None or op.traits.weight is None or op.traits.table or op.traits.recurrence is not None:
+            return f"has an integer weight that {op.name if op else reader.name} reads, which TensorRT computes in float"
+        in_blocks = grid.bits <= 4 and fits_blocks(grid.block, (grid.block or 0) * grid.scale.shape[-1])
+        if not _reads_integers(gm, reader) and not in_blocks:
+            return "has float activations, and a weight that is not int4 in several blocks of 64 or 128 per row"
+        if _reads_integers(gm, reader) and grid.block is not None:
+            return "has integer activations and a weight in blocks"
+    return ""
+
+
+def _reads_integers(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node reads a dequantized activation."""
+    return any(is_op(read, "dequantize") and constant(gm, read.args[0]) is None for read in node.all_input_nodes)
+
+
+def _adds_to_layer(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is a unit of a layer and a sum after it."""
+    return any(call.op.name == "add" for call in calls_of(gm, node)[1:])

@@ -1,0 +1,200 @@
+"""Models for TensorRT: which units and grids they have, and what the checks on the graph refuse.
+
+TensorRT itself cannot run here: the files are run in ONNX Runtime, and compared with what TensorRT's documentation asks.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.metrics import sqnr
+from fxq.errors import ExportError, FxqWarning, InputError
+from tests.support.onnx_runs import exact_session, onnx
+
+pytestmark = pytest.mark.any_cpu
+
+
+class Residual(nn.Module):
+    """Two convolutions with a sum around the second, a pool, a transposed convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = torch.relu(x + self.second(x))
+        x = nn.functional.silu(self.up(nn.functional.max_pool2d(x, 2)))
+        return self.head(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Attention with one head over rows, a softmax and a layer norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v)
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+TENSORRT = fxq.Recipe.static(backend="tensorrt")
+
+
+def quantized(net, x, recipe=TENSORRT):
+    torch.manual_seed(0)
+    return fxq.quantize(net().eval(), recipe, data=[x, x / 2])
+
+
+def constants(model):
+    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+def attribute(node, name, default=None):
+    return next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def check_as_documented(model):
+    """Check what TensorRT's documentation asks of every conversion of a file, and return their number."""
+    values, producers = constants(model), {name: node for node in model.graph.node for name in node.output}
+    readers: dict[str, list] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    conversions = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    for node in conversions:
+        integers, scale, zero = (values.get(name) for name in node.input)
+        assert zero.dtype == "int8" and not zero.any() and (scale > 0).all()
+        if integers is None:
+            assert scale.shape == ()  # activations: one scale
+            continue
+        assert integers.dtype == "int8" and integers.min() >= -127
+        (reader,) = readers[node.output[0]]
+        of_output = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1}[reader.op_type]
+        assert attribute(node, "axis") == of_output and scale.shape == (integers.shape[of_output],)
+        if len(reader.input) > 2:
+            assert values[reader.input[2]].dtype == "float32"  # biases are float constants
+    for node in model.graph.node:
+        kinds = [producers[n].op_type for n in node.input if n in producers]
+        if node.op_type == "Add" and "DequantizeLinear" in kinds:
+            assert kinds == ["DequantizeLinear"] * 2
+        assert node.op_type not in ("Clip", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear")
+    return len(conversions)
+
+
+@pytest.mark.parametrize(("net", "x", "count"), [(Residual, X, 18), (Attention, ROWS, 12)])
+def test_a_file_is_as_the_documentation_asks(net, x, count, tmp_path):
+    qmodel = quantized(net, x)
+    path = qmodel.export(tmp_path / "m.onnx", target="tensorrt", example_inputs=x)
+    model = onnx.load(path)
+    assert check_as_documented(model) == count
+    y = torch.cat([x, x.flip(0) / 2])  # another batch size
+    (got,) = exact_session(path).run(None, {"x": y.numpy()})
+    assert sqnr(qmodel(y), torch.from_numpy(got)) > 40  # a tie may round to the other side
+    assert sqnr(net_of(net)(y), torch.from_numpy(got)) > 30
+
+
+def net_of(net):
+    torch.manual_seed(0)
+    return net().eval()
+
+
+def test_units_and_the_ledger():
+    """A sum is a unit of its own, an activation function is not; what TensorRT has no integer form of says so."""
+    qmodel = quantized(Residual, X)
+    assert {"first_relu", "second", "add_relu", "up_silu"} <= {node.name for node in qmodel.graph.nodes}
+    assert all(row.precision in ("int8", "moves") and not row.reason for row in qmodel.ledger)
+    rows = {row.op: row for row in quantized(Attention, ROWS).ledger}
+    assert rows["linear"].precision == rows["matmul"].precision == "int8" and rows["softmax"].precision == "float"
+    lone = nn.Sequential(nn.MaxPool2d(2), nn.Sigmoid(), nn.Conv2d(3, 4, 1)).eval()
+    rows = {row.op: row for row in fxq.quantize(lone, TENSORRT, data=[X]).ledger}
+    assert rows["sigmoid"].reason == "TensorRT computes sigmoid in float" and not rows["sigmoid"].remedy
+
+
+def test_values_below_the_calibrated_range_use_one_integer_more(tmp_path):
+    """TensorRT clamps to -128, so the file does, too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
+    qmodel = fxq.quantize(net, TENSORRT, data=[X[:, :, :1, :1].clamp(-1, 1)])
+    path = qmodel.export(tmp_path / "m.onnx", target="tensorrt")
+    model = onnx.load(path)
+    (q,) = (n for n in model.graph.node if n.op_type == "QuantizeLinear")
+    scale = float(constants(model)[q.input[1]])
+    x = torch.full((1, 3, 1, 1), -1000.0)
+    (got,) = exact_session(path).run(None, {"input": x.numpy()})
+    layer = net[0]
+    rows = layer.weight.detach().flatten(1)
+    steps = rows.abs().amax(1, keepdim=True) / 127
+    wanted = ((rows / steps).round() * steps) @ torch.full((3,), -128 * scale) + layer.bias
+    torch.testing.assert_close(torch.from_numpy(got).flatten(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(qmodel(x).flatten(), wanted, rtol=1e-4)  # here: -127
+
+
+REMEDY = 'Quantize with backend="tensorrt"'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (fxq.Recipe.static(backend="reference"), f"x_q has activations with a zero point. {REMEDY}"),
+        (fxq.Recipe.dynamic(backend="reference"), "has a range that is computed at run time"),
+        (
+            fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(bits=7, signed=True, symmetric=True)),
+            "has activations from -63 to 63, not symmetric int8 per tensor",
+        ),
+        (fxq.Recipe.weight_only(backend="reference"), "has float activations, and a weight that is not int4"),
+    ],
+    ids=["affine", "dynamic", "7 bits", "weight-only"],
+)
+def test_other_grids_are_refused(recipe, reason, tmp_path):
+    path = tmp_path / "m.onnx"
+    with pytest.raises(ExportError, match="cannot be written for TensorRT") as error:
+        quantized(Residual, X, recipe).export(path, target="tensorrt")
+    assert reason in str(error.value) and not path.exists()
+
+
+def test_sums_inside_of_a_unit_warn(tmp_path):
+    signed = fxq.TensorSpec(signed=True, symmetric=True)
+    qmodel = quantized(Residual, X, fxq.Recipe.static(backend="reference", activation=signed))
+    with pytest.warns(FxqWarning, match=r"1 sums read a layer's result before it is quantized \(the first: second\)"):
+        qmodel.export(tmp_path / "m.onnx", target="tensorrt")
+
+
+def test_four_bit_weights_in_blocks(tmp_path):
+    """Symmetric int4 in blocks of 64 or 128 is the one form of weights alone that TensorRT takes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=64, observer="mse")
+    recipe = fxq.Recipe.weight_only(backend="tensorrt", weight=weight)
+    qmodel = fxq.quantize(net, recipe, example_inputs=torch.rand(2, 128))
+    path = qmodel.export(tmp_path / "m.onnx", target="tensorrt")
+    weights = [n for n in onnx.load(path).graph.node if n.op_type == "DequantizeLinear"]
+    assert [attribute(n, "block_size") for n in weights] == [64]  # the second layer has one block per row
+    with pytest.warns(FxqWarning, match="TensorRT takes weights alone only as symmetric int4"):
+        plain = fxq.quantize(net, fxq.Recipe.weight_only(backend="tensorrt"), example_inputs=torch.rand(2, 128))
+    assert {row.precision for row in plain.ledger} == {"float"}
+
+
+def test_the_target_is_checked(tmp_path):
+    qmodel = quantized(Residual, X)
+    with pytest.raises(InputError, match="did you mean 'tensorrt'"):
+        qmodel.export(tmp_path / "m.onnx", target="tensorr")
+    with pytest.raises(InputError, match="target='tensorrt' is one of .onnx files"):
+        qmodel.export(tmp_path / "m.xml", target="tensorrt")
+    with pytest.raises(InputError, match="not both"):
+        qmodel.export(tmp_path / "m.onnx", target="tensorrt", format="matmulnbits")
+
+
+def test_a_file_is_read_with_its_grids(tmp_path):
+    qmodel = quantized(Residual, X)
+    path = qmodel.export(tmp_path / "m.onnx", target="tensorrt")
+    again = fxq.quantize(str(path), fxq.Recipe.stored(backend="reference"), example_inputs=X)
+    assert sqnr(qmodel(X), again(X)) > 40  # equal up to ties
