@@ -188,9 +188,7 @@ def _written(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, **o
     return fixed
 
 
-def _checked(
-    path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]
-) -> Sequence[ModelCheck]:
+def _checked(path: Path, written: OnnxModel, gm: fx.GraphModule, batches: Sequence[Batch]) -> Sequence[ModelCheck]:
     """Check a model on each batch, in ONNX Runtime if it is installed, and return these checks.
 
     Raises:

@@ -46,8 +46,8 @@ def fit_tensorrt(path: Path, gm: fx.GraphModule) -> None:
     if fused:
         first = info(fused[0]).path or fused[0].name
         warn(
-            f"{path}: {len(fused)} sums read a layer's result before it is quantized (the first: {first}), and TensorRT "
-            f"adds in float there. {_REMEDY}."
+            f"{path}: {len(fused)} sums read a layer's result before it is quantized (the first: {first}), and "
+            f"TensorRT adds in float there. {_REMEDY}."
         )
 
 
@@ -78,7 +78,9 @@ def _weight_refusal(gm: fx.GraphModule, node: fx.Node, grid: QParams) -> str:
         calls = calls_of(gm, reader)
         op = calls[0].op if calls else None
         if op is None or op.traits.weight is None or op.traits.table or op.traits.recurrence is not None:
-            return f"has an integer weight that {op.name if op else reader.name} reads, which TensorRT computes in float"
+            return (
+                f"has an integer weight that {op.name if op else reader.name} reads, which TensorRT computes in float"
+            )
         in_blocks = grid.bits <= 4 and fits_blocks(grid.block, (grid.block or 0) * grid.scale.shape[-1])
         if not _reads_integers(gm, reader) and not in_blocks:
             return "has float activations, and a weight that is not int4 in several blocks of 64 or 128 per row"

@@ -37,8 +37,8 @@ def read_onnx(
 
     Layers, parameters and inputs keep the names of the file. Dynamic sizes stay dynamic, and shape arithmetic on fixed
     sizes is computed while reading. Opset 7 and newer is read, and the op types of ONNX Runtime that its optimizer and
-    its quantizers write, but not `DynamicQuantizeLSTM`. The nodes of a quantized file (QDQ and QOperator) round to its
-    grids: `fxq.quantize(path, "stored", example_inputs=x)` runs them on integers.
+    its quantizers write. The nodes of a quantized file (QDQ and QOperator) round to its grids:
+    `fxq.quantize(path, "stored", example_inputs=x)` runs them on integers.
 
     Args:
         path: path of the file, with external data in the same folder, or an `onnx.ModelProto`.

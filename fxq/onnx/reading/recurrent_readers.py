@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxq.errors import warn
+from fxq.onnx.reading.quantized_readers import grid_of_integers
 from fxq.onnx.reading.reader import Reader, reads
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
+from fxq.quant.qparams import QParams
+from fxq.quant.stored_grids import store_grid
 
 
 def _gates(weight: Tensor, order: Sequence[int]) -> Tensor:
     """Reorder the gates of a recurrent layer from ONNX's order to PyTorch's."""
     parts = weight.chunk(len(order), 0)
     return torch.cat([parts[i] for i in order], 0)
+
+
+@dataclass(frozen=True)
+class GateGrids:
+    """Grids of a weight that a file holds as integers, one for each direction, with the gates in the file's order."""
+
+    directions: tuple[QParams, ...]
+
+    def store(self, layer: nn.Module, name: str, order: Sequence[int]) -> None:
+        """Give the grids to the weights `name` of a layer, whose gates are in PyTorch's order."""
+        for end, grid in zip(("_l0", "_l0_reverse"), self.directions, strict=False):
+            if grid.axis is not None:
+                scale, zero_point = (_gates(values, order) for values in (grid.scale, grid.zero_point))
+                grid = replace(grid, scale=scale, zero_point=zero_point)
+            store_grid(layer.get_parameter(name + end), grid)
 
 
 def _check_sequences(steps: Any, lengths: Any, direction: str) -> None:
@@ -35,7 +55,7 @@ def _recurrent(
     refuse(not all(isinstance(v, Tensor) for v in (w, rec)), "its weights are computed")
     _check_sequences(r.shape_of(x)[1 if layout else 0], lengths, direction)
     both, backwards = direction == "bidirectional", direction == "reverse"
-    inputs = w.shape[2]
+    inputs, grids = w.shape[2], [r.notes.get(id(weight)) for weight in (w, rec)]
 
     def build() -> nn.Module:
         layer = layer_type(inputs, hidden_size, bias=bias is not None, bidirectional=both, **options)
@@ -47,6 +67,9 @@ def _recurrent(
                 first, second = bias[i].chunk(2)
                 values[f"bias_ih{end}"], values[f"bias_hh{end}"] = _gates(first, order), _gates(second, order)
         layer.load_state_dict(values)
+        for name, own in zip(("weight_ih", "weight_hh"), grids, strict=True):
+            if isinstance(own, GateGrids):
+                own.store(layer, name, order)
         return layer
 
     if layout:
@@ -94,6 +117,34 @@ def lstm(
     refuse(peepholes is not None, "it has peephole connections")
     refuse(input_forget, "it couples its gates")
     return _recurrent(r, nn.LSTM, (0, 2, 3, 1), x, w, rec, bias, lengths, (h, c), hidden_size, direction, layout)
+
+
+@reads("DynamicQuantizeLSTM")
+def dynamic_quantize_lstm(
+    r: Reader, x: Any, w: Any, rec: Any, bias: Any, lengths: Any, h: Any, c: Any, peepholes: Any, w_scale: Any,
+    w_zero: Any, rec_scale: Any, rec_zero: Any, **attributes: Any,
+) -> Any:  # fmt: skip
+    """Read ONNX Runtime's LSTM with integer weights as one with float inputs, whose weights keep their grids."""
+    weights = [_from_integers(r, *parts) for parts in ((w, w_scale, w_zero), (rec, rec_scale, rec_zero))]
+    warn(
+        f"{r.label!r} is read as an LSTM with float inputs and states, which ONNX Runtime rounds to 8 bits in each "
+        "step. fxq.Recipe.dynamic() runs it on integers, with the weights of the file."
+    )
+    return lstm(r, x, *weights, bias, lengths, h, c, peepholes, **attributes)
+
+
+def _from_integers(r: Reader, integers: Any, scale: Any, zero_point: Any) -> Tensor:
+    """Float weight (D, gates, I) of integers (D, I, gates), whose scale is (D,) or (D, gates)."""
+    refuse(not all(isinstance(part, Tensor) for part in (integers, scale, zero_point)), "its weights are computed")
+    values, grids = [], []
+    for q, own, zero in zip(integers.transpose(1, 2), scale, zero_point, strict=True):
+        axis = 0 if own.dim() else None
+        values.append(torch.ops.fxq.dequantize.tensor(q, own, zero.to(torch.int32).expand(own.shape), axis, None))
+        grids.append(grid_of_integers(r, q, own, zero.expand(own.shape), axis, None))
+    weight = torch.stack(values)
+    if all(grid is not None for grid in grids):
+        r.noted(GateGrids(tuple(grid for grid in grids if grid is not None)), weight)
+    return weight
 
 
 @reads("GRU")
