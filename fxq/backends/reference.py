@@ -9,7 +9,7 @@ from torch import fx
 
 from fxq.backends.base import Backend, Support
 from fxq.graph.region import Region
-from fxq.graph.unit import OpCall
+from fxq.graph.unit import Calls
 from fxq.quant.spec import QuantConfig
 
 
@@ -19,7 +19,7 @@ class Reference(Backend):
     name: ClassVar[str] = "reference"
     has_kernels: ClassVar[bool] = False
 
-    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: tuple[OpCall, ...], config: QuantConfig) -> Support:
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
         """Support for every unit, since a float op between conversions defines the result of the integer op."""
         return Support(len(calls))
 

@@ -52,7 +52,7 @@ def fit_tensorrt(path: Path, gm: fx.GraphModule) -> None:
 
 
 def _refusal(gm: fx.GraphModule, node: fx.Node) -> str:
-    """What TensorRT does not take of a conversion; empty if it takes it, and for other nodes."""
+    """Reason why TensorRT does not take a conversion; empty if it does, and for other nodes."""
     if is_op(node, *DYNAMIC_GRID_OPS):
         return "has a range that is computed at run time"
     if not is_op(node, "quantize", "requantize", "dequantize"):
@@ -69,7 +69,7 @@ def _refusal(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _weight_refusal(gm: fx.GraphModule, node: fx.Node, grid: QParams) -> str:
-    """What TensorRT does not take of a dequantized weight with this grid; empty if it takes it."""
+    """Reason why TensorRT does not take a dequantized weight with this grid; empty if it does."""
     if grid.dtype is torch.float16:
         return ""
     if bool((grid.zero_point != 0).any()):
@@ -78,9 +78,8 @@ def _weight_refusal(gm: fx.GraphModule, node: fx.Node, grid: QParams) -> str:
         calls = calls_of(gm, reader)
         op = calls[0].op if calls else None
         if op is None or op.traits.weight is None or op.traits.table or op.traits.recurrence is not None:
-            return (
-                f"has an integer weight that {op.name if op else reader.name} reads, which TensorRT computes in float"
-            )
+            name = op.name if op is not None else reader.name
+            return f"has an integer weight that {name} reads, which TensorRT computes in float"
         in_blocks = grid.bits <= 4 and fits_blocks(grid.block, (grid.block or 0) * grid.scale.shape[-1])
         if not _reads_integers(gm, reader) and not in_blocks:
             return "has float activations, and a weight that is not int4 in several blocks of 64 or 128 per row"

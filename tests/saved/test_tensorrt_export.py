@@ -1,6 +1,7 @@
 """Models for TensorRT: which units and grids they have, and what the checks on the graph refuse.
 
-TensorRT itself cannot run here: the files are run in ONNX Runtime, and compared with what TensorRT's documentation asks.
+TensorRT itself cannot run here: the files run in ONNX Runtime, and their graphs are compared with what TensorRT's
+documentation asks.
 """
 
 import pytest
@@ -187,7 +188,7 @@ def test_the_target_is_checked(tmp_path):
     qmodel = quantized(Residual, X)
     with pytest.raises(InputError, match="did you mean 'tensorrt'"):
         qmodel.export(tmp_path / "m.onnx", target="tensorr")
-    with pytest.raises(InputError, match="target='tensorrt' is one of .onnx files"):
+    with pytest.raises(InputError, match=r"target='tensorrt' is one of \.onnx files"):
         qmodel.export(tmp_path / "m.xml", target="tensorrt")
     with pytest.raises(InputError, match="not both"):
         qmodel.export(tmp_path / "m.onnx", target="tensorrt", format="matmulnbits")

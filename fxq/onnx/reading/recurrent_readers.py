@@ -55,7 +55,8 @@ def _recurrent(
     refuse(not all(isinstance(v, Tensor) for v in (w, rec)), "its weights are computed")
     _check_sequences(r.shape_of(x)[1 if layout else 0], lengths, direction)
     both, backwards = direction == "bidirectional", direction == "reverse"
-    inputs, grids = w.shape[2], [r.notes.get(id(weight)) for weight in (w, rec)]
+    inputs, notes = w.shape[2], {"weight_ih": r.notes.get(id(w)), "weight_hh": r.notes.get(id(rec))}
+    grids = {name: note for name, note in notes.items() if isinstance(note, GateGrids)}
 
     def build() -> nn.Module:
         layer = layer_type(inputs, hidden_size, bias=bias is not None, bidirectional=both, **options)
@@ -67,9 +68,8 @@ def _recurrent(
                 first, second = bias[i].chunk(2)
                 values[f"bias_ih{end}"], values[f"bias_hh{end}"] = _gates(first, order), _gates(second, order)
         layer.load_state_dict(values)
-        for name, own in zip(("weight_ih", "weight_hh"), grids, strict=True):
-            if isinstance(own, GateGrids):
-                own.store(layer, name, order)
+        for name, own in grids.items():
+            own.store(layer, name, order)
         return layer
 
     if layout:
@@ -125,12 +125,12 @@ def dynamic_quantize_lstm(
     w_zero: Any, rec_scale: Any, rec_zero: Any, **attributes: Any,
 ) -> Any:  # fmt: skip
     """Read ONNX Runtime's LSTM with integer weights as one with float inputs, whose weights keep their grids."""
-    weights = [_from_integers(r, *parts) for parts in ((w, w_scale, w_zero), (rec, rec_scale, rec_zero))]
+    weight, recurrent = _from_integers(r, w, w_scale, w_zero), _from_integers(r, rec, rec_scale, rec_zero)
     warn(
         f"{r.label!r} is read as an LSTM with float inputs and states, which ONNX Runtime rounds to 8 bits in each "
         "step. fxq.Recipe.dynamic() runs it on integers, with the weights of the file."
     )
-    return lstm(r, x, *weights, bias, lengths, h, c, peepholes, **attributes)
+    return lstm(r, x, weight, recurrent, bias, lengths, h, c, peepholes, **attributes)
 
 
 def _from_integers(r: Reader, integers: Any, scale: Any, zero_point: Any) -> Tensor:
