@@ -42,7 +42,8 @@ class VerifyLowering(Pass):
     """Compare every kernel and conversion with its q/dq form on recorded samples; replace a wrong one by that form.
 
     Before: x86.conv(x)    After: x86.conv(x), or quantize(conv2d(dequantize(x), ...)) if the kernel is wrong
-    Keeps: every kernel that is right: its integers are nearest to the real values, up to float32 arithmetic.
+    Keeps: every kernel that is right: its integers are nearest to the real values, up to float32 arithmetic, and it
+    changes neither its weights nor its inputs.
     Also: a kernel that would overwrite a residual with other readers copies it instead. An op that an engine runs in
     float, although its plan is int8, is recorded as a float op with that reason.
 
@@ -182,7 +183,7 @@ def _name_of(rewriter: Rewriter, node: fx.Node) -> str:
 
 def _warn(rewriter: Rewriter, node: fx.Node, problem: str, remedy: str = "") -> None:
     kernel = submodule(rewriter.gm, node)
-    ours = kernel is None or type(kernel).__module__.partition(".")[0] == "fxq"
+    ours = kernel.is_ours() if isinstance(kernel, Kernel) else kernel is None
     code = kernel.defined_as() if isinstance(kernel, Kernel) else type(kernel)
     kind = "class" if isinstance(code, type) else "function"
     remedy = remedy or ("please report it" if ours else f"its {kind} is {name_of(code)}")
@@ -248,6 +249,7 @@ class _Verifier(Runner):
         inputs, weights = inputs_now(self.gm, node, region), weights_in(self.gm, region)
         values = {read: self.values[now] for read, now in inputs.items()} | weights
         expected = run_region(self.gm, region, values)
+        kept = self._kept(node)
         try:
             got = self._run_kernel(node)
             later = self._run_bound(node, got)
@@ -257,6 +259,7 @@ class _Verifier(Runner):
             if isinstance(error, FxqError) and not isinstance(error, BackendError):
                 raise
             why = f"it raised {type(error).__name__}: {words_of(error)}"
+        why = _restored(kept) or why
         if why is None and not all(map(identical, tensors(later), tensors(got))):
             why = "bound to its inputs it returns something else"
         if why is None and likeness not in self.right:
@@ -267,6 +270,18 @@ class _Verifier(Runner):
         self.findings.wrong.setdefault(node, _Wrong(why, largest_value(self.gm, region, values)))
         right = tuple(result.value for result in expected)
         return right if len(right) > 1 else right[0]
+
+    def _kept(self, node: fx.Node) -> list[tuple[str, Tensor, Tensor]]:
+        """Names, tensors and copies of what a kernel of other code than fxq's must not change: its tensors and inputs."""
+        kernel = submodule(self.gm, node)
+        if not isinstance(kernel, Kernel) or kernel.is_ours():
+            return []
+        own = [*kernel.named_buffers(), *kernel.named_parameters()]
+        read = [(f"its input %{a.name}", t) for a in node.all_input_nodes for t in tensors(self.values[a])]
+        return [
+            *((f"its tensor {name!r}", t, t.clone()) for name, t in own),
+            *((name, t, t.clone()) for name, t in read),
+        ]
 
     def _wrong_at_other_sizes(self, node: fx.Node, region: Region, weights: Mapping[fx.Node, Any]) -> str | None:
         """Description of how a kernel's result differs on resized inputs; None if it agrees or has no such inputs.
@@ -352,6 +367,14 @@ class _Verifier(Runner):
         }
         shared = (name for name, value in needed.items() if any(storage_address(t) == memory for t in tensors(value)))
         return next(shared, self.lasting.get(memory))
+
+
+def _restored(kept: Sequence[tuple[str, Tensor, Tensor]]) -> str | None:
+    """Write copies back to tensors that a kernel has changed, and name the first one; None if it changed none."""
+    changed = [(name, tensor, copy) for name, tensor, copy in kept if not identical(tensor, copy)]
+    for _, tensor, copy in changed:
+        tensor.copy_(copy)
+    return f"it changes {changed[0][0]}" if changed else None
 
 
 def _rounded_result(kernel: nn.Module | None, inputs: Sequence[Tensor] | None) -> list[RegionOutput] | None:

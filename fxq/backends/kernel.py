@@ -147,6 +147,11 @@ class Kernel(Bindable):
         """Object whose import path identifies this kernel: the class, or the user's function that it calls."""
         return cls
 
+    @classmethod
+    def is_ours(cls) -> bool:
+        """Whether its code is part of fxq, whose kernels change no tensor but a residual (`inplace`)."""
+        return str(cls.defined_as().__module__).partition(".")[0] == "fxq"
+
     def config(self) -> dict[str, Any]:
         """Return the options as plain data: numbers, strings, tuples, dicts, None."""
         return {name: encode(getattr(self, name)) for name in self.options}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxq.backends.base import Backend, Prices
+from fxq.backends.kernel import Kernel
 from fxq.backends.lower_graph import lowered_copy
 from fxq.common.data import Batch
 from fxq.cost.cache import Call, Costs
@@ -212,7 +213,12 @@ class Prober:
             for node in [n for n in rewriter.nodes() if unit_of(rewriter.gm, n) is not None]:
                 split_unit(rewriter, node, ops)
 
-        return lowered_copy(gm, graph, self._context(), split)
+        lowered = lowered_copy(gm, graph, self._context(), split)
+        for kernel in lowered.modules():
+            if isinstance(kernel, Kernel) and not kernel.is_ours():  # the user's code may change the weights of `gm`
+                for name, buffer in [*kernel.named_buffers(recurse=False)]:
+                    setattr(kernel, name, buffer.clone())
+        return lowered
 
 
 def _threads() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 
 import pytest
@@ -225,6 +226,25 @@ def test_a_wrong_kernel_is_noticed_and_put_back(recipe, monkeypatch):
     assert NAME not in kernels(qmodel) and qmodel.output_sqnr > 30
     texts = [str(w.message) for w in warned]
     assert any("its function is tests.backends.table.test_function_kernel:" in text for text in texts)
+
+
+@pytest.mark.parametrize(("changed", "name"), [("w", "its tensor 'values_w'"), ("x", "its input %x_q")])
+def test_a_kernel_that_changes_its_weight_or_input_is_put_back_and_they_are_restored(changed, name, monkeypatch):
+    """The second layer, which reads the input too, and the fallback would silently read the changed values."""
+
+    def changing(x, w, b, s, *, out):
+        y = run(x, w, b, s, out=out)
+        {"w": w, "x": x}[changed].values.zero_()
+        return y
+
+    class Twice(Network):
+        def forward(self, x):
+            return super().forward(x) + self.second(torch.relu(self.first(x)))
+
+    monkeypatch.setattr(known_kernels()[NAME], "function", staticmethod(changing))
+    with pytest.warns(fxq.FxqWarning, match=f"{NAME} kernel is wrong on this machine: it changes {re.escape(name)}"):
+        qmodel = fxq.quantize(seeded(Twice), STATIC.with_fusions(own_scaled_tanh), data=DATA)
+    assert NAME not in kernels(qmodel) and qmodel.output_sqnr > 30
 
 
 def returns(value):
