@@ -272,7 +272,7 @@ class _Verifier(Runner):
         return right if len(right) > 1 else right[0]
 
     def _kept(self, node: fx.Node) -> list[tuple[str, Tensor, Tensor]]:
-        """Names, tensors and copies of what a kernel of other code than fxq's must not change: its tensors and inputs."""
+        """Names, tensors and copies of all that a kernel must not change, if its code is not part of fxq."""
         kernel = submodule(self.gm, node)
         if not isinstance(kernel, Kernel) or kernel.is_ours():
             return []
@@ -371,9 +371,9 @@ class _Verifier(Runner):
 
 def _restored(kept: Sequence[tuple[str, Tensor, Tensor]]) -> str | None:
     """Write copies back to tensors that a kernel has changed, and name the first one; None if it changed none."""
-    changed = [(name, tensor, copy) for name, tensor, copy in kept if not identical(tensor, copy)]
-    for _, tensor, copy in changed:
-        tensor.copy_(copy)
+    changed = [(name, tensor, before) for name, tensor, before in kept if not identical(tensor, before)]
+    for _, tensor, before in changed:
+        tensor.copy_(before)
     return f"it changes {changed[0][0]}" if changed else None
 
 
