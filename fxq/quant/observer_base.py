@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -240,11 +240,21 @@ class Observer(nn.Module, ABC):
             besides: numbers that the grid must cover as well, after clipping.
 
         Raises:
-            CalibrationError: the observer has seen no data.
+            CalibrationError: the observer has seen no data, or its `clipped` returns no range.
         """
-        low, high = self.clipped(*self.range())
+        low, high = self._checked(self.clipped(*self.range()))
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
         return choose_qparams(low, high, self.spec, self.axis, self.block)
+
+    def _checked(self, clipped: Any) -> tuple[Tensor, Tensor]:
+        """Return a result of `clipped` if it is a range, for observers of the user's."""
+        where = f"{self._tensor}: clipped() of the observer {type(self).__qualname__!r} returned"
+        match clipped:
+            case (Tensor() as low, Tensor() as high):
+                if bool((low <= high).all()) and bool(torch.isfinite(torch.stack([low.min(), high.max()])).all()):
+                    return low, high
+                raise CalibrationError(f"{where} {low} and {high}, no finite range.")
+        raise CalibrationError(f"{where} {clipped!r}, and not two tensors: smallest and largest value.")
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.

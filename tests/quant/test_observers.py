@@ -1,6 +1,7 @@
 """Observers against brute force and numpy, and the algebra of their state."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -435,7 +436,7 @@ def test_empty_and_meta_tensors_are_passed_over(name):
         observer.range()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [math.nan, float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", list(OBSERVERS))
 def test_nan_and_inf_are_refused_and_leave_no_trace(name, bad):
     observer = observed(name, [torch.ones(3)])
@@ -614,3 +615,23 @@ def test_an_observer_does_not_answer_for_other_channels_or_constants():
     spec = TensorSpec(observer="minmax")
     assert observer_for(spec).answer_as(observer_for(spec, axis=0)) is None
     assert observer_for(spec).answer_as(observer_for(spec, constants=(1.0,))) is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ((torch.tensor(2.0), torch.tensor(1.0)), r"returned 2\.0 and 1\.0, no finite range"),
+        ((torch.tensor(math.nan), torch.tensor(1.0)), r"returned nan and 1\.0, no finite range"),
+        ((torch.tensor([0.0, 1.0]), torch.tensor([1.0, math.inf])), "returned tensor.*no finite range"),
+        (3, "returned 3, and not two tensors"),
+    ],
+)
+def test_a_range_of_the_users_that_is_none(returned, why):
+    class Own(MinMax):
+        def clipped(self, low, high):
+            return returned
+
+    observer = Own(TensorSpec(), name="conv1's input")
+    observer(torch.randn(8))
+    with pytest.raises(CalibrationError, match=rf"conv1's input: clipped\(\) of the observer '.*Own' {why}"):
+        observer.qparams()
