@@ -261,12 +261,7 @@ class WeightOnlyExperts(WeightOnlyKernel):
 
     def _expert(self, expert: int, outputs: int) -> WeightOnlyLinear:
         def make() -> WeightOnlyLinear:
-            part = self.stored_weight().some(lambda t: t[outputs * expert : outputs * (expert + 1)])
-            return WeightOnlyLinear(
-                op="linear", settings={}, axis=part.axis, block=part.block, weight=part.values,
-                weight_scale=part.scale, weight_zero_point=part.zero_point,
-                **packing_options(part.packing, [part.row]),
-            )  # fmt: skip
+            return stored_linear(self.stored_weight().some(lambda t: t[outputs * expert : outputs * (expert + 1)]))
 
         kernel: WeightOnlyLinear = self._cached(("expert", expert), make)
         return kernel
@@ -341,27 +336,13 @@ class WeightOnlyBag(WeightOnlyKernel):
         return OPS[self.op].target(indices, rows, offsets, per_sample_weights, **settings)
 
 
-class WeightOnlyRecurrent(WeightOnlyKernel):
-    """LSTM, GRU or RNN of one layer and direction. It converts its weights once per call, for all time steps."""
-
-    name: ClassVar[str] = "weight_only.recurrent"
-
-    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
-        """float32 (T, N, I) and initial states (N, P), (N, H) -> the outputs of the op."""
-        weights = {name: weight.floats(weight.empty()) for name, weight in self.stored.items()}
-        y: Tensor = OPS[self.op].target(**self.arguments(*map(float_input, (x, *states))), **weights, **self.settings)
-        return y
-
-
-KERNELS: Mapping[str, type[WeightOnlyKernel]] = {
-    "linear": WeightOnlyLinear,
-    "expert_linear": WeightOnlyExperts,
-    **dict.fromkeys((*OPS.family("conv"), *OPS.family("conv_transpose")), WeightOnlyConv),
-    "embedding": WeightOnlyEmbedding,
-    "embedding_bag": WeightOnlyBag,
-    **dict.fromkeys(("lstm", "gru", "rnn"), WeightOnlyRecurrent),
-}
-"""Weight-only kernels, by name of the op."""
+def stored_linear(stored: StoredWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
+    """Linear layer with a stored weight."""
+    return WeightOnlyLinear(
+        op="linear", settings={}, axis=stored.axis, block=stored.block, weight=stored.values,
+        weight_scale=stored.scale, weight_zero_point=stored.zero_point, bias=bias,
+        **packing_options(stored.packing, [stored.row]),
+    )  # fmt: skip
 
 
 def _lookup(values: Tensor, scale: Tensor, zero: Tensor | None, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:

@@ -18,8 +18,8 @@ from fxq.backends.plain.dynamic_quantize import DynamicQuantize
 from fxq.backends.plain.few_rows import MAX_ROWS
 from fxq.backends.plain.few_rows import refused as few_rows_refused
 from fxq.backends.plain.stored_weight import StoredWeight
-from fxq.backends.plain.weight_only import KERNELS as WEIGHT_ONLY
 from fxq.backends.plain.weight_only import WeightOnlyEmbedding, WeightOnlyKernel, WeightOnlyLinear
+from fxq.backends.plain.weight_only_kernels import KERNELS as WEIGHT_ONLY
 from fxq.backends.table.kernel_table import (
     QUANTIZING_KERNELS,
     KernelRequest,

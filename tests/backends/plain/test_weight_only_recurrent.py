@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxq
-from fxq.backends.plain.weight_only import WeightOnlyRecurrent
+from fxq.backends.loops.code.compiler import loops
+from fxq.backends.plain import weight_only_recurrent
+from fxq.backends.plain.float_steps import MAX_SAMPLES, FloatSteps, faster_steps
+from fxq.backends.plain.weight_only_recurrent import WeightOnlyRecurrent
 from fxq.common.metrics import nbytes
 from fxq.errors import InputError
 from fxq.ops import OPS
@@ -160,3 +163,70 @@ def test_the_ledger_says_what_they_take(plant):
     qmodel = quantized(settled(lambda: Net("GRU", 12, 16)), RECIPES["int8"], torch.randn(3, 1, 12))
     (entry,) = qmodel.ledger.where(precision="weight-only")
     assert entry.op == "gru" and (entry.float_us, entry.int8_us) == pytest.approx((30.0, 20.0))
+
+
+needs_numba = pytest.mark.skipif(loops("step_loops") is None, reason="needs Numba")
+
+
+@needs_numba
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("int8", "per tensor", "int4", "int4 per channel")])
+@pytest.mark.parametrize(
+    ("kind", "hidden", "options"),
+    [
+        ("LSTM", 64, {"bidirectional": True}),
+        ("LSTM", 128, {"proj_size": 64, "bias": False}),
+        ("GRU", 75, {"bidirectional": True}),
+        ("RNN", 64, {"num_layers": 2}),
+        ("RNN", 64, {"nonlinearity": "relu"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("states", [False, True])
+def test_time_steps_that_read_the_stored_weights(kind, hidden, options, recipe, states, monkeypatch):
+    """Sizes of whole vectors and others, with and without first states; last states are compared, too."""
+    if hidden == 75 and recipe in (RECIPES["int4"], RECIPES["int4 per channel"]):
+        pytest.skip("the loop takes no such rows of 4 bits")
+    monkeypatch.setattr(weight_only_recurrent, "faster_steps", lambda *sizes: True)
+    ran = []
+    run = FloatSteps.run
+    monkeypatch.setattr(FloatSteps, "run", lambda *arguments: ran.append(arguments) or run(*arguments))
+    model, samples = settled(lambda: Net(kind, 70, hidden, **options)), 3
+    layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    sizes = (options.get("proj_size", hidden), hidden) if states else ()
+    first = [torch.randn(layers, samples, size) for size in sizes]
+    inputs = (torch.randn(5, samples, 70), *(first if kind == "LSTM" else first[:1]))
+    qmodel = quantized(model, recipe, *inputs)
+    ran.clear()
+    results = [flat(call(qmodel, inputs)) for _ in range(2)]
+    assert len(ran) == 2 * layers
+    same(*results)
+    for result, expected in zip(results[0], flat(call(rounded(model, qmodel), inputs)), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_numba
+def test_weights_that_change_are_read_again(monkeypatch):
+    monkeypatch.setattr(weight_only_recurrent, "faster_steps", lambda *sizes: True)
+    model, x = settled(lambda: Net("LSTM", 64, 64)), torch.randn(3, 1, 64)
+    qmodel = quantized(model, RECIPES["int8"], x)
+    before = flat(call(qmodel, x))[0]
+    (kernel,) = qmodel.fxq_kernels.children()
+    kernel.weight_hh_scale.mul_(2)
+    after = flat(call(qmodel, x))[0]
+    assert torch.equal(before[0], after[0]) and not torch.allclose(before[1:], after[1:])  # the first state is zeros
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((1, 1, 2**14, 2**17), True),  # one step: fewer values are converted than read
+        ((1, 1, 2**14, 2**15), False),  # of a small layer: calls take longer
+        ((50, 1, 2**18, 2**19), False),  # many steps that the cache holds
+        ((50, 1, 2**20, 2**21), True),
+        ((50, MAX_SAMPLES + 1, 2**20, 2**21), False),
+        ((0, 1, 2**20, 2**21), False),
+    ],
+)
+def test_which_layers_run_in_steps(sizes, wanted):
+    assert faster_steps(*sizes) is wanted

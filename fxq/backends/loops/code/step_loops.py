@@ -138,3 +138,66 @@ def rnn(gates, is_tanh, h, integers, sizes, samples, hidden, qmax, step, min_ran
         for j in range(hidden):
             y[j] = _tanh(gate[j]) if is_tanh else (_f(0) if gate[j] < _f(0) else gate[j])
         sizes[n] = quantize_state(y, integers[n], qmax, step, min_range)
+
+
+@compiled("f* f* f* f* i i")
+def float_lstm(gates, inputs, cell, h, samples, hidden):
+    """Compute one step of an LSTM with float states.
+
+    Args:
+        gates: float32 (samples, 4 * hidden), overwritten: part of the gates that the state adds, in the order input,
+            forget, cell, output.
+        inputs: float32 (samples, 4 * hidden): part that the input adds.
+        cell: float32 (samples, hidden), overwritten.
+        h: float32 (samples, hidden), written.
+        samples: Number of samples.
+        hidden: Values of each state.
+    """
+    shape = (samples, hidden)
+    gates, inputs = carray(gates, (samples, 4 * hidden)), carray(inputs, (samples, 4 * hidden))
+    cell, h = carray(cell, shape), carray(h, shape)
+    for n in range(samples):
+        gate, added, c, y = gates[n], inputs[n], cell[n], h[n]
+        for j in range(4 * hidden):
+            gate[j] += added[j]
+        i, f, g, o = gate[:hidden], gate[hidden : 2 * hidden], gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
+        for j in range(hidden):
+            c[j] = _sigmoid(f[j]) * c[j] + _sigmoid(i[j]) * _tanh(g[j])
+            y[j] = _sigmoid(o[j]) * _tanh(c[j])
+
+
+@compiled("f* f* f* f* i i")
+def float_gru(gates, inputs, last, h, samples, hidden):
+    """Compute one step of a GRU with float states.
+
+    `gates` and `inputs` are float32 (samples, 3 * hidden), in the order reset, update, new; `last` is the previous
+    state, float32 (samples, hidden). Further arguments are those of `float_lstm`.
+    """
+    shape = (samples, hidden)
+    gates, inputs = carray(gates, (samples, 3 * hidden)), carray(inputs, (samples, 3 * hidden))
+    last, h = carray(last, shape), carray(h, shape)
+    for n in range(samples):
+        gate, added, before, y = gates[n], inputs[n], last[n], h[n]
+        for j in range(2 * hidden):
+            gate[j] += added[j]
+        reset, update, state_part = gate[:hidden], gate[hidden : 2 * hidden], gate[2 * hidden :]
+        x = added[2 * hidden :]
+        for j in range(hidden):
+            value = _tanh(x[j] + _sigmoid(reset[j]) * state_part[j])
+            y[j] = value + _sigmoid(update[j]) * (before[j] - value)
+
+
+@compiled("f* f* i f* i i")
+def float_rnn(gates, inputs, is_tanh, h, samples, hidden):
+    """Compute one step of an RNN with float states.
+
+    `gates` and `inputs` are float32 (samples, hidden). The activation function is tanh, or relu if `is_tanh` is 0.
+    Further arguments are those of `float_lstm`.
+    """
+    shape = (samples, hidden)
+    gates, inputs, h = carray(gates, shape), carray(inputs, shape), carray(h, shape)
+    for n in range(samples):
+        gate, added, y = gates[n], inputs[n], h[n]
+        for j in range(hidden):
+            value = gate[j] + added[j]
+            y[j] = _tanh(value) if is_tanh else (_f(0) if value < _f(0) else value)
