@@ -32,7 +32,7 @@ class WeightOnlyRecurrent(WeightOnlyKernel):
         x, stored = arguments["x"], self.stored
         sizes = {name: weight.numel for name, weight in stored.items()}
         total = sum(sizes.values())
-        steps = self._steps(x) if faster_steps(*x.shape[:2], total - sizes["weight_ih"], total) else None
+        steps = self._steps(x) if faster_steps(len(x), x.shape[1], total - sizes["weight_ih"], total) else None
         if steps is not None:
             return self._in_steps(steps, **arguments)
         weights = {name: weight.floats(weight.empty()) for name, weight in stored.items()}
