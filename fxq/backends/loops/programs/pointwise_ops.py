@@ -65,6 +65,16 @@ def div(plan: StepBuilder, x: Any, other: Any, *, rounding_mode: Any = None) -> 
     return mul(plan, x, PlannedWeight(torch.tensor(1 / other, dtype=torch.float32)))
 
 
+@plans("sub")
+def sub(plan: StepBuilder, x: Any, other: Any, *, alpha: float = 1) -> PlannedValue:
+    refuse(alpha != 1, "its alpha is not 1")
+    x, y = plan.read(x), plan.read(other)
+    refuse(y.grid is None or (x.rank, x.axis) != (y.rank, y.axis), "it subtracts floats")
+    refuse(x.area.shape != y.area.shape, "its operands have other shapes")
+    negative = QParams.per_tensor(-y.grid.s, y.grid.z)
+    return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=negative)
+
+
 def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:
     """Plan the sum or the product of two values, or of a value and a constant."""
     if isinstance(x, PlannedWeight):
