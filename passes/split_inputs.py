@@ -1,9 +1,9 @@
-"""split-inputs: give inputs of convolutions 16 bits, as two values of 8, where one grid is too coarse for quiet rows."""
+"""split-inputs: write inputs of convolutions as sums of two 8-bit values where one is too coarse for quiet rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -66,17 +66,20 @@ class SplitInputs(Pass):
 
     Args:
         share: share of the rows of an input, and of the windows of an output, that may have a large error, 0 to 1.
-        least: SQNR in dB below which an error is large. 20 dB is an error of a tenth.
+        least: SQNR in dB below which the error of a row of an input is large. 20 dB is an error of a tenth.
+        worst: SQNR in dB below which the error of a window of an output is large. 10 dB is an error of a third.
         samples: about how many samples to run, at most `FEW_SAMPLES` of a large model.
     """
 
     share: float = 0.1
     least: float = 20.0
+    worst: float = 10.0
     samples: int = 8
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "share": (0.0, 1.0),
         "least": (-math.inf, math.inf),
+        "worst": (-math.inf, math.inf),
         "samples": (1, math.inf),
     }
     name: ClassVar[str] = "split-inputs"
@@ -122,7 +125,7 @@ class SplitInputs(Pass):
             for i, (want, got) in enumerate(zip(wants, gots, strict=True)):
                 if want.is_floating_point() and want.shape == got.shape:
                     errors.setdefault(i, _Errors()).add(*(_windows(value) for value in (want, got)))
-        return any(error.quantile(self.share) < self.least for error in errors.values())
+        return any(error.quantile(self.share) < self.worst for error in errors.values())
 
     def _move_sources_to_float(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Let ops without weights that compute the inputs read and compute floats: integers would be as coarse."""
@@ -143,8 +146,8 @@ class SplitInputs(Pass):
 
     def _reason(self, layer_input: _Input) -> str:
         return (
-            f"its input is the sum of two values of {layer_input.grid.bits} bits: in one, {100 * self.share:g} % of its "
-            f"rows would have at most {layer_input.errors.quantile(self.share):.1f} dB"
+            f"its input is the sum of two values of {layer_input.grid.bits} bits: in one, {100 * self.share:g} % of "
+            f"its rows would have at most {layer_input.errors.quantile(self.share):.1f} dB"
         )
 
 
@@ -207,17 +210,25 @@ def _input(gm: fx.GraphModule, node: fx.Node) -> _Input | None:
     """Input that a node quantizes, if it has one grid and convolutions read it; else None."""
     grid = grid_of(gm, node)
     read: Any = node.args[0]
-    if grid is None or grid.axis is not None or is_op(read, "dequantize"):
+    if grid is None or grid.axis is not None or is_op(read, "dequantize") or _is_rest(read):
         return None
-    readers = ((user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users)
+    readers = [(user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users]
     layers = [(user, dq) for user, dq in readers if _is_layer(gm, user, dq)]
-    if not layers:
+    if not layers or any(_is_rest(user) for user, _ in readers):
         return None
     return _Input(node, grid, layers, calls_of(gm, layers[0][0])[0].op.traits.channels or 0)
 
 
+def _is_rest(node: fx.Node) -> bool:
+    """Whether a node computes the second part of an input."""
+    rounded: Any = node.args[1] if is_op(node, "sub") else None
+    return (
+        is_op(rounded, "dequantize") and is_op(rounded.args[0], "quantize") and rounded.args[0].args[0] is node.args[0]
+    )
+
+
 def _is_layer(gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> bool:
-    """Whether a node is a convolution on integers, whose kernel can emit floats, and reads `read` as its input alone."""
+    """Whether a node is a convolution on integers, whose kernel can emit floats, and `read` its input alone."""
     plan, calls = info(node).plan, calls_of(gm, node)
     if plan is None or plan.precision != "int8" or plan.emits is not None or not calls:
         return False
