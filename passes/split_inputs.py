@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -92,7 +92,9 @@ class SplitInputs(Pass):
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Find the inputs with large errors, test whether these reach the output, and split the inputs then."""
         context, gm = rewriter.context, rewriter.gm
-        inputs = {x.quantize: x for node in rewriter.nodes("quantize") if (x := _input(gm, node)) is not None}
+        inputs = {
+            x.quantize: x for node in rewriter.nodes("quantize") if (x := _input(gm, node, self.least)) is not None
+        }
         if not inputs or not context.samples:
             return
         most = min(self.samples, FEW_SAMPLES) if context.is_large else self.samples
@@ -109,12 +111,12 @@ class SplitInputs(Pass):
     ) -> list[_Input]:
         """Inputs with more rows than allowed whose error is large."""
         for layer_input in inputs.values():
-            layer_input.errors = _Errors()
+            layer_input.errors = _Errors(self.least)
         floats = context.floats.of(gm, context)
         see = {node: layer_input.see for node, layer_input in inputs.items()}
         for batch in batches:
             _run(gm, batch, see, inputs, floats)
-        return [x for x in inputs.values() if x.errors.quantile(self.share) < self.least]
+        return [x for x in inputs.values() if x.errors.share > self.share]
 
     def _reach_output(self, gm: fx.GraphModule, inputs: Sequence[_Input], batches: Sequence[Batch]) -> bool:
         """Whether an output has more windows than allowed whose error is large if these inputs are rounded."""
@@ -124,8 +126,8 @@ class SplitInputs(Pass):
             wants, gots = (tensors(_run(gm, batch, at)) for at in ({}, rounded))
             for i, (want, got) in enumerate(zip(wants, gots, strict=True)):
                 if want.is_floating_point() and want.shape == got.shape:
-                    errors.setdefault(i, _Errors()).add(*(_windows(value) for value in (want, got)))
-        return any(error.quantile(self.share) < self.worst for error in errors.values())
+                    errors.setdefault(i, _Errors(self.worst)).add(*(_windows(value) for value in (want, got)))
+        return any(error.share > self.share for error in errors.values())
 
     def _move_sources_to_float(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Let ops without weights that compute the inputs read and compute floats: integers would be as coarse."""
@@ -146,32 +148,35 @@ class SplitInputs(Pass):
 
     def _reason(self, layer_input: _Input) -> str:
         return (
-            f"its input is the sum of two values of {layer_input.grid.bits} bits: in one, {100 * self.share:g} % of "
-            f"its rows would have at most {layer_input.errors.quantile(self.share):.1f} dB"
+            f"its input is the sum of two values of {layer_input.grid.bits} bits: in one, "
+            f"{100 * layer_input.errors.share:.0f} % of its rows would have less than {self.least:g} dB"
         )
 
 
 @dataclass
 class _Errors:
-    """Errors of vectors.
+    """Number of vectors with large errors.
 
     Attributes:
-        parts: SQNR of each vector that is not zero, in dB, float64, 1-d tensors.
+        limit: SQNR in dB below which an error is large.
+        vectors: number of vectors that are not zero.
+        large: number of those whose error is large.
     """
 
-    parts: list[Tensor] = field(default_factory=list)
+    limit: float
+    vectors: int = 0
+    large: int = 0
 
     def add(self, values: Tensor, others: Tensor) -> None:
         """Add vectors, (N, C), and their rounded values."""
-        signal = values.double().square().sum(1)
-        noise = (values - others).double().square().sum(1)
-        used = signal > 0
-        self.parts.append(10 * torch.log10(signal[used] / noise[used]))
+        signal, noise = values.square().sum(1), (values - others).square().sum(1)
+        self.vectors += int(signal.count_nonzero())
+        self.large += int(((signal < 10 ** (self.limit / 10) * noise) & (signal > 0)).count_nonzero())
 
-    def quantile(self, share: float) -> float:
-        """SQNR in dB that a share of the vectors does not exceed; infinity without vectors."""
-        errors = torch.cat(self.parts) if self.parts else torch.zeros(0)
-        return float(errors.kthvalue(max(math.ceil(share * len(errors)), 1)).values) if len(errors) else math.inf
+    @property
+    def share(self) -> float:
+        """Share of the vectors with a large error."""
+        return self.large / max(self.vectors, 1)
 
 
 @dataclass
@@ -190,7 +195,7 @@ class _Input:
     grid: QParams
     layers: Sequence[tuple[fx.Node, fx.Node]]
     axis: int
-    errors: _Errors = field(default_factory=_Errors)
+    errors: _Errors
 
     def see(self, x: Tensor) -> Tensor:
         """Add the errors of values, (N, C, ...), and return the values."""
@@ -206,7 +211,7 @@ class _Input:
         return QParams.per_tensor(self.grid.s / (steps - 1), middle, self.grid.qmin, self.grid.qmax, self.grid.dtype)
 
 
-def _input(gm: fx.GraphModule, node: fx.Node) -> _Input | None:
+def _input(gm: fx.GraphModule, node: fx.Node, least: float) -> _Input | None:
     """Input that a node quantizes, if it has one grid and convolutions read it; else None."""
     grid = grid_of(gm, node)
     read: Any = node.args[0]
@@ -216,7 +221,7 @@ def _input(gm: fx.GraphModule, node: fx.Node) -> _Input | None:
     layers = [(user, dq) for user, dq in readers if _is_layer(gm, user, dq)]
     if not layers or any(_is_rest(user) for user, _ in readers):
         return None
-    return _Input(node, grid, layers, calls_of(gm, layers[0][0])[0].op.traits.channels or 0)
+    return _Input(node, grid, layers, calls_of(gm, layers[0][0])[0].op.traits.channels or 0, _Errors(least))
 
 
 def _is_rest(node: fx.Node) -> bool:
