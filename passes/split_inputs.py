@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -98,8 +99,8 @@ class SplitInputs(Pass):
         if not inputs or not context.samples:
             return
         most = min(self.samples, FEW_SAMPLES) if context.is_large else self.samples
-        coarse = on_samples(context, most, lambda batches: self._coarse(gm, context, inputs, batches))
-        if coarse and on_samples(context, most, lambda batches: self._reach_output(gm, coarse, batches)):
+        coarse = on_samples(context, most, partial(self._coarse, gm, context, inputs))
+        if coarse and on_samples(context, most, partial(self._reach_output, gm, coarse)):
             for layer_input in coarse:
                 layer_input.layers = [(_opened(rewriter, *layer), layer[1]) for layer in layer_input.layers]
             self._move_sources_to_float(rewriter, coarse)
@@ -329,7 +330,7 @@ def _add_product(rewriter: Rewriter[Context], node: fx.Node, fine: fx.Node, why:
     (call,) = calls_of(rewriter.gm, node)
     plan, typed = info(node).plan, (info(node).shape, torch.float32)
     assert plan is not None  # it is a layer on integers
-    options = {name: value for name, value in node.kwargs.items() if name != "bias"}
+    options: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name != "bias"}
     product = rewriter.call(
         call.op.name, fine, call.tensors["weight"], after=node, name=f"{node.name}_fine", typed=typed, **options
     )

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from fxq.backends.loops.programs.layer_steps import ProductStep
-from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
+from fxq.backends.loops.programs.planned_values import (
+    NotPlannedError,
+    PlannedHeads,
+    PlannedValue,
+    PlannedWeight,
+    plans,
+    refuse,
+)
 from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
 from fxq.backends.loops.programs.step_builder import StepBuilder
 from fxq.quant.qparams import QParams
@@ -69,8 +76,10 @@ def div(plan: StepBuilder, x: Any, other: Any, *, rounding_mode: Any = None) -> 
 def sub(plan: StepBuilder, x: Any, other: Any, *, alpha: float = 1) -> PlannedValue:
     refuse(alpha != 1, "its alpha is not 1")
     x, y = plan.read(x), plan.read(other)
-    refuse(y.grid is None or (x.rank, x.axis) != (y.rank, y.axis), "it subtracts floats")
-    refuse(x.area.shape != y.area.shape, "its operands have other shapes")
+    is_same_shape = x.area.shape == y.area.shape and (x.rank, x.axis) == (y.rank, y.axis)
+    refuse(not is_same_shape, "its operands have other shapes")
+    if y.grid is None:
+        raise NotPlannedError("it subtracts floats")
     negative = QParams.per_tensor(-y.grid.s, y.grid.z)
     return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=negative)
 
