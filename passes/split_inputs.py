@@ -100,12 +100,11 @@ class SplitInputs(Pass):
             return
         most = min(self.samples, FEW_SAMPLES) if context.is_large else self.samples
         coarse = on_samples(context, most, partial(self._coarse, gm, context, inputs))
-        if coarse and on_samples(context, most, partial(self._reach_output, gm, coarse)):
-            for layer_input in coarse:
-                layer_input.layers = [(_opened(rewriter, *layer), layer[1]) for layer in layer_input.layers]
-            self._move_sources_to_float(rewriter, coarse)
-            for layer_input in coarse:
-                _write(rewriter, layer_input, self._reason(layer_input))
+        if not coarse:
+            return
+        reaches = on_samples(context, most, partial(self._reach_output, gm, coarse))
+        if reaches:
+            self._split(rewriter, coarse)
 
     def _coarse(
         self, gm: fx.GraphModule, context: Context, inputs: Mapping[fx.Node, _Input], batches: Sequence[Batch]
@@ -129,6 +128,14 @@ class SplitInputs(Pass):
                 if want.is_floating_point() and want.shape == got.shape:
                     errors.setdefault(i, _Errors(self.worst)).add(*(_windows(value) for value in (want, got)))
         return any(error.share > self.share for error in errors.values())
+
+    def _split(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
+        """Split inputs, once the ops that are fused to their layers, and those that compute them, run in float."""
+        for layer_input in inputs:
+            layer_input.layers = [(_opened(rewriter, *layer), layer[1]) for layer in layer_input.layers]
+        self._move_sources_to_float(rewriter, inputs)
+        for layer_input in inputs:
+            _write(rewriter, layer_input, self._reason(layer_input))
 
     def _move_sources_to_float(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Let ops without weights that compute the inputs read and compute floats: integers would be as coarse."""
