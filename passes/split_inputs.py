@@ -17,7 +17,7 @@ from fxq.common.metrics import tensors
 from fxq.graph.grid import grid_of
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.program import IsolatedGraph
-from fxq.graph.query import is_op
+from fxq.graph.query import is_op, plan_of
 from fxq.graph.run import Runner
 from fxq.graph.unit import calls_of
 from fxq.ops import OPS
@@ -225,6 +225,9 @@ def _input(gm: fx.GraphModule, node: fx.Node, least: float) -> _Input | None:
     read: Any = node.args[0]
     if grid is None or grid.axis is not None or is_op(read, "dequantize") or _is_rest(read):
         return None
+    plan = plan_of(read)
+    if plan is not None and plan.emits is not None:
+        return None
     readers = [(user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users]
     layers = [(user, dq) for user, dq in readers if _is_layer(gm, user, dq)]
     if not layers or any(_is_rest(user) for user, _ in readers):
@@ -314,7 +317,7 @@ def _write(rewriter: Rewriter[Context], layer_input: _Input, why: str) -> None:
     quantize, about = layer_input.quantize, info(layer_input.layers[0][0])
     value: Any = quantize.args[0]
     copies = [user for user in quantize.users if is_op(user, "dequantize")]
-    first = layer_input.layers[0][1]
+    first = next(node for node in rewriter.nodes() if node in copies)
     typed, name = (info(value).shape, torch.float32), f"{value.name}_fine"
     rest = rewriter.call("sub", value, first, after=first, name=name, typed=typed)
     rewriter.describe(rest, path=about.path, source=about.source, plan=Plan(Decision("float", text=REST)))
