@@ -212,8 +212,12 @@ def test_the_ledger():
     assert "fxq.FLOAT" in last.fix
 
 
-def test_files(tmp_path):
-    q = fxq.quantize(Voice().eval(), PLAIN, data=sounds())
+@pytest.mark.parametrize("backend", ["reference", "jit"])
+def test_files(tmp_path, backend):
+    if backend == "jit":
+        pytest.importorskip("numba")
+    recipe = PLAIN.with_backend(backend).with_optimize("coverage")
+    q = fxq.quantize(Voice().eval(), recipe, data=sounds())
     (x,) = sounds(1, seed=1)
     q.save(tmp_path / "m.fxq")
     assert torch.equal(fxq.load(tmp_path / "m.fxq")(x), q(x))
