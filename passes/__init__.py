@@ -23,6 +23,7 @@ from fxq.passes.scale_channels import ScaleChannels
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
 from fxq.passes.smooth_depthwise import SmoothDepthwise
+from fxq.passes.split_inputs import SplitInputs
 from fxq.passes.store_states import StoreStates
 from fxq.passes.trace import Trace
 from fxq.passes.verify_lowering import VerifyLowering
@@ -48,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     CorrectBias(),
     Propagate(),
     Fallback(),
+    SplitInputs(),
     Lower(),
     VerifyLowering(),
     StoreStates(),
@@ -127,6 +129,7 @@ __all__ = [
     "ShareQParams",
     "Smooth",
     "SmoothDepthwise",
+    "SplitInputs",
     "StoreStates",
     "Trace",
     "VerifyLowering",

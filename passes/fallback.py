@@ -33,9 +33,9 @@ from fxq.graph.analysis.integer_sums import MAX_INT32, beyond_int32, node_larges
 from fxq.graph.info import Cost, DecisionKind, Plan, info, precision_of
 from fxq.graph.region import read_region
 from fxq.graph.unit import calls_of
-from fxq.patterns.conversion_rules import has_float_reader, read_float
 from fxq.pipeline.candidates import UNREAD
 from fxq.pipeline.context import Context
+from fxq.pipeline.float_moves import read_floats
 from fxq.pipeline.in_float import run_in_float
 from fxq.quant.spec import QuantConfig
 from fxq.recipe.pass_base import Pass, Stage
@@ -82,7 +82,7 @@ class Fallback(Pass):
         pins = (Pin.at(place, "float" if precision_of(node) == "float" else "int8") for node, place in able.items())
         context.decided = (*opened, *pins, *_off_grid(rewriter))
         if not self.keeps_rounding:
-            _read_floats(rewriter)
+            read_floats(rewriter)
         rewriter.erase_unused()
 
     def _decide(
@@ -276,7 +276,7 @@ def move_to_float(floats: Sequence[Any], rewriter: Rewriter, copies: Mapping[fx.
     """
     for node in floats:
         run_in_float(rewriter, copies[node], "slower", "", COVERAGE)
-    _read_floats(rewriter)
+    read_floats(rewriter)
     rewriter.erase_unused()
 
 
@@ -349,11 +349,3 @@ WITHOUT_DYNAMIC_INPUTS = (
 )
 COVERAGE = 'recipe.with_optimize("coverage")'
 SLOWER_WITH_CONVERSIONS = "float is faster at this size on this machine: conversions cost more than the kernel saves"
-
-
-def _read_floats(rewriter: Rewriter) -> None:
-    """Apply `read_float` to the values with a float reader. At all others it is not applicable, and no near miss."""
-    for node in rewriter.nodes("quantize"):
-        match = rewriter.match_at(read_float, node) if has_float_reader(node) else None
-        if match is not None:
-            rewriter.rewrite(match)

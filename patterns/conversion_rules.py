@@ -243,7 +243,7 @@ def value_has_no_float_reader(m: Match) -> bool:
 def has_float_reader(quantize: fx.Node) -> bool:
     """Whether a float op or a shape query reads the integers of a quantize, or what is dequantized from them."""
     copies, shapes = _float_forms(quantize)
-    return bool(shapes) or any(_reads_float(user) for copy in copies for user in copy.users)
+    return bool(shapes) or any(reads_float(user) for copy in copies for user in copy.users)
 
 
 @read_float.unless
@@ -255,7 +255,7 @@ def value_is_integers_for_another_reader(m: Match) -> bool:
     copies, shapes = _float_forms(quantize)
     readers = [user for copy in copies for user in copy.users]
     read_alone = len(x.users) == 1 and len(copies) + len(shapes) == len(quantize.users)
-    return not (read_alone and all(map(_reads_float, readers)) and emits_float(m.gm, taken_from(x)))
+    return not (read_alone and all(map(reads_float, readers)) and emits_float(m.gm, taken_from(x)))
 
 
 @read_float.becomes
@@ -263,8 +263,8 @@ def _rerouted(op: Builder, m: Match) -> fx.Node:
     quantize, x = m.root.node, m.x.node
     copies, shapes = _float_forms(quantize)
     for copy in copies:
-        if any(map(_reads_float, copy.users)):
-            op.rewriter.reroute(copy, x, only=_reads_float)
+        if any(map(reads_float, copy.users)):
+            op.rewriter.reroute(copy, x, only=reads_float)
     if shapes:
         op.rewriter.reroute(quantize, x, only=reads_only_metadata)
     return quantize
@@ -276,7 +276,7 @@ def _float_forms(quantize: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return [user for user in users if is_op(user, "dequantize")], [user for user in users if reads_only_metadata(user)]
 
 
-def _reads_float(node: fx.Node) -> bool:
+def reads_float(node: fx.Node) -> bool:
     """Whether a node of the qdq graph reads floats: it computes in float, or quantizes with a dynamic range."""
     return (
         _is_float(node) or is_op(node, *DYNAMIC_GRID_OPS) or (is_op(node, "quantize") and bool(dynamic_grid_ops(node)))

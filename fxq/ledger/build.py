@@ -77,6 +77,7 @@ class _Worker:
         node: the node.
         decision: its precision, and the reason.
         cost: times of its ops, if they were measured.
+        ops: names of the ops that the node runs.
         runs: names of the ops that it runs, in execution order.
         absorbs: names of the ops that were folded into the weights of these.
     """
@@ -84,6 +85,7 @@ class _Worker:
     node: fx.Node
     decision: Decision
     cost: Cost | None
+    ops: tuple[str, ...]
     runs: tuple[str, ...]
     absorbs: tuple[str, ...]
 
@@ -108,11 +110,11 @@ def _workers(
             node_info.plan.cost if node_info.plan is not None else None,
         )
         if not values or len(origins) != len(inside):
-            yield _Worker(node, decision, cost, *_ops_of(origins, inside, original))
+            yield _Worker(node, decision, cost, inside, *_ops_of(origins, inside, original))
             return
         decisions = [(decision, cost), *[(decision, None)] * (len(origins) - 1)]
     for part, op, (decision, cost) in zip(origins, inside, decisions, strict=True):
-        yield _Worker(values.get(part, node), decision, cost, *_ops_of((part,), (op,), original))
+        yield _Worker(values.get(part, node), decision, cost, (op,), *_ops_of((part,), (op,), original))
 
 
 def _ops_of(
@@ -186,7 +188,8 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         return replace(plain, reason="converts between floats and integers")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    worker = min(workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
+    own = [worker for worker in workers if op.op in worker.ops]  # the others only add parts of its value
+    worker = min(own or workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
     plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
     if decision.precision == "float":

@@ -1,4 +1,4 @@
-"""Conversion of ops that only move data from integers to floats, where nothing reads their integers."""
+"""Edits by which ops read and move floats in place of integers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import fx
 
 from fxq.graph.info import Decision, Plan
 from fxq.graph.query import plan_of
-from fxq.patterns.conversion_rules import has_integer_reader, move_unrounded
+from fxq.patterns.conversion_rules import has_float_reader, has_integer_reader, move_unrounded, read_float
 from fxq.pipeline.candidates import UNREAD
 from fxq.rewriting.match import Match
 from fxq.rewriting.rewriter import Rewriter
@@ -33,3 +33,11 @@ def move_floats(rewriter: Rewriter, value: fx.Node) -> None:
         decision = Decision("float", "no integer neighbour", UNREAD, decided_by=rewriter.name)
         rewriter.describe(match.root.node, plan=Plan(decision))
     rewriter.erase_unused()
+
+
+def read_floats(rewriter: Rewriter) -> None:
+    """Apply `read_float` to the values with a float reader. At all others it is not applicable, and no near miss."""
+    for node in rewriter.nodes("quantize"):
+        match = rewriter.match_at(read_float, node) if has_float_reader(node) else None
+        if match is not None:
+            rewriter.rewrite(match)

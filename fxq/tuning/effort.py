@@ -21,6 +21,7 @@ from fxq.passes import (
     KeepSmallValues,
     Smooth,
     SmoothDepthwise,
+    SplitInputs,
     VerifyLowering,
 )
 from fxq.recipe.pass_base import Pass
@@ -36,6 +37,7 @@ QUICK_PASSES: tuple[Pass, ...] = (
     Smooth(samples=16, rows=512),
     SmoothDepthwise(samples=16),
     CorrectBias(samples=16, tested=False, pieces=2),
+    SplitInputs(samples=2),
     VerifyLowering(sizes=False),
 )
 """Passes of a quick conversion in place of those of the same name with default options."""

@@ -153,9 +153,8 @@ EXHIBITS: dict[str, Exhibit] = {
         'Spectrograms are compared after they are aligned. "Differ by" counts the frames of all sentences. fxq has '
         '`backend="jit"` here, since `"fastest"` tries several backends, which takes more than eight minutes. '
         "fxq leaves the layers that decide durations in float, which the others quantize: hence fewer frames differ. "
-        "What remains is noise in pauses and at high frequencies, from the last "
-        "layers, whose inputs have one scale for loud and quiet frames. Milliseconds of all tools are of one run, "
-        "apart from that of the other columns.",
+        "Inputs of the last layers are sums of two 8-bit values, since one would make noise of pauses. Milliseconds of "
+        "all tools are of one run, apart from that of the other columns.",
         backend="jit",
     ),
 }

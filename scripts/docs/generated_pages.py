@@ -83,6 +83,13 @@ def powers() -> list[Tensor]:
     return [10 ** (6 * torch.rand(64, 8) - 5) for _ in range(4)]
 
 
+def sounds() -> list[Tensor]:
+    """Sounds of which the second half is quiet."""
+    loudness = torch.ones(2048)
+    loudness[1024:] = 0.004
+    return [torch.randn(1, 2, 2048) * loudness for _ in range(4)]
+
+
 Subject = tuple[fxq.Recipe, Callable[[], nn.Module], Callable[[], list[Tensor]]]
 SUBJECTS: tuple[Subject, ...] = (
     (STATIC, Residual, pictures),
@@ -90,6 +97,7 @@ SUBJECTS: tuple[Subject, ...] = (
     (STATIC, lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), outliers),
     (STATIC, lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 4)), powers),
     (STATIC.without_pass("keep-small-values"), Depthwise, lambda: [torch.randn(8, 3, 16, 16) for _ in range(4)]),
+    (STATIC, lambda: nn.Sequential(nn.Conv1d(2, 4, 3, bias=False), nn.ReLU(), nn.Conv1d(4, 1, 3, bias=False)), sounds),
     (
         STATIC.insert_pass(fxq.passes.Equalize(), after="fold-batch-norm").insert_pass(
             fxq.passes.AdaRound(), after="smooth"

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from fxq.backends.loops.programs.layer_steps import ProductStep
-from fxq.backends.loops.programs.planned_values import PlannedHeads, PlannedValue, PlannedWeight, plans, refuse
+from fxq.backends.loops.programs.planned_values import (
+    NotPlannedError,
+    PlannedHeads,
+    PlannedValue,
+    PlannedWeight,
+    plans,
+    refuse,
+)
 from fxq.backends.loops.programs.program_steps import Function, PointwiseStep
 from fxq.backends.loops.programs.step_builder import StepBuilder
 from fxq.quant.qparams import QParams
@@ -63,6 +70,18 @@ def div(plan: StepBuilder, x: Any, other: Any, *, rounding_mode: Any = None) -> 
     refuse(not isinstance(other, (int, float)) or other == 0, "its divisor is not a constant other than 0")
     refuse(rounding_mode is not None, "it rounds the quotient")
     return mul(plan, x, PlannedWeight(torch.tensor(1 / other, dtype=torch.float32)))
+
+
+@plans("sub")
+def sub(plan: StepBuilder, x: Any, other: Any, *, alpha: float = 1) -> PlannedValue:
+    refuse(alpha != 1, "its alpha is not 1")
+    x, y = plan.read(x), plan.read(other)
+    is_same_shape = x.area.shape == y.area.shape and (x.rank, x.axis) == (y.rank, y.axis)
+    refuse(not is_same_shape, "its operands have other shapes")
+    if y.grid is None:
+        raise NotPlannedError("it subtracts floats")
+    negative = QParams.per_tensor(-y.grid.s, y.grid.z)
+    return plan.add(PointwiseStep, x, x=x.area, x_grid=x.grid, y=y.area, y_grid=negative)
 
 
 def binary(plan: StepBuilder, x: Any, y: Any, multiplies: bool) -> PlannedValue:

@@ -98,6 +98,24 @@ def test_functions_that_are_refused():
     assert refused(draft, draft.op("exp", draft.image(2, 16))) == "no step computes exp"
 
 
+# ---- sub
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (5, 17), (1, 3, 33)])
+def test_what_a_grid_rounds_off(shape):
+    draft = Draft()
+    x = draft.input(4 * draft.normal(*shape))
+    check(draft, draft.op("sub", x, draft.qdq(x)))
+    check(draft, draft.quantize(draft.op("sub", draft.op("relu", x), draft.qdq(x))))
+
+
+def test_refused_subtractions():
+    draft = Draft()
+    x, y = draft.input(draft.normal(2, 5, 3, 4)), draft.input(draft.normal(2, 5, 3, 4))
+    assert "it subtracts floats" in refused(draft, draft.op("sub", x, y))
+    assert "alpha" in refused(draft, draft.op("sub", x, draft.qdq(y), alpha=2))
+
+
 # ---- add
 
 
