@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.common.appending import extended
+from fxq.quant.quantized_rows import QuantizedRows
 from fxq.runtime.growing import OtherInputsError
 
 GROWING_AXIS = 2
@@ -20,19 +21,53 @@ GROWING_AXIS = 2
 
 
 class StateForm(NamedTuple):
-    """Sizes of a state, float32 (samples, heads, length, depth), and of what a program appends to it.
+    """Sizes of a state, (samples, heads, length, depth), and of what a program appends to it.
 
     Attributes:
         samples: size of the first axis.
         heads: size of the second axis.
         depth: size of the last axis.
         new: number of new entries.
+        in_integers: whether the state is `QuantizedRows` of uint8; else it is float32.
     """
 
     samples: int
     heads: int
     depth: int
     new: int
+    in_integers: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of tensors that hold the state."""
+        return 3 if self.in_integers else 1
+
+    def parts_of(self, state: Any) -> tuple[Tensor, ...]:
+        """Tensors that hold a state: integers, scales and zero points; or the floats.
+
+        Raises:
+            OtherInputsError: the state has another form, or needs a gradient.
+        """
+        parts = state.parts if type(state) is QuantizedRows else (state,)
+        dtypes = (torch.uint8, torch.float32, torch.uint8) if self.in_integers else (torch.float32,)
+        if len(parts) != len(dtypes):
+            raise OtherInputsError
+        for part, dtype, depth in zip(parts, dtypes, (self.depth, 1, 1), strict=False):
+            if type(part) is not Tensor or part.dtype is not dtype or part.requires_grad or part.dim() != 4:
+                raise OtherInputsError
+            n, h, length, d = part.shape
+            if n != self.samples or h != self.heads or d != depth or length != state.shape[2]:
+                raise OtherInputsError
+        return parts
+
+    def extended(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a state with room for the new entries. The values of a row are side by side in memory.
+
+        Scales and zero points of the entries of a head are side by side, too.
+        """
+        axes = zip(parts, (3, 2, 2), strict=False)
+        aligned = [part if part.stride(axis) == 1 else part.contiguous() for part, axis in axes]
+        return [extended(part, self.new, GROWING_AXIS) for part in aligned]
 
 
 class MaskForm(NamedTuple):
@@ -72,20 +107,21 @@ class GrowingInputs:
         if len(joined) > 1:
             self.equal.append(joined)
 
-    def lengths(self, pasts: Sequence[Tensor]) -> list[int]:
+    def parts(self, pasts: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+        """Tensors that hold each state.
+
+        Raises:
+            OtherInputsError: a state has another form, or needs a gradient.
+        """
+        return [form.parts_of(past) for past, form in zip(pasts, self.states, strict=True)]
+
+    def lengths(self, parts: Sequence[Sequence[Tensor]]) -> list[int]:
         """Lengths of states with their new entries.
 
         Raises:
-            OtherInputsError: a state has other sizes or another dtype, or needs a gradient.
+            OtherInputsError: states that must have the same length have not.
         """
-        lengths = list[int]()
-        for past, (samples, heads, depth, new) in zip(pasts, self.states, strict=True):
-            if type(past) is not Tensor or past.dtype is not torch.float32 or past.requires_grad or past.dim() != 4:
-                raise OtherInputsError
-            n, h, length, d = past.shape
-            if n != samples or h != heads or d != depth:
-                raise OtherInputsError
-            lengths.append(length + new)
+        lengths = [tensors[0].shape[GROWING_AXIS] + form.new for tensors, form in zip(parts, self.states, strict=True)]
         if any(len({lengths[state] for state in group}) > 1 for group in self.equal):
             raise OtherInputsError
         return lengths
@@ -107,10 +143,9 @@ class GrowingInputs:
             numbers += mask.data_ptr(), *strides
         return numbers
 
-    def extended(self, pasts: Sequence[Tensor]) -> list[Tensor]:
-        """States with room for the new entries, whose last axis has a stride of 1."""
-        rows = [past if past.stride(3) == 1 else past.contiguous() for past in pasts]
-        return [extended(past, form.new, GROWING_AXIS) for past, form in zip(rows, self.states, strict=True)]
+    def place(self, state: int) -> int:
+        """Number of tensors that hold the states before this one."""
+        return sum(form.parts for form in self.states[:state])
 
 
 class TokenProgram:
@@ -143,7 +178,7 @@ class TokenProgram:
     ) -> None:
         self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, kept
         self._outputs, self._growing = [torch.Size(shape) for shape in outputs], growing
-        numbers = loops.VARYING * (len(growing.states) + len(growing.masks))
+        numbers = loops.VARYING * (growing.place(len(growing.states)) + len(growing.masks))
         self._bases = ctypes.c_int64 * (2 + len(inputs) + len(outputs) + numbers)
         self._loops, self._steps, self._parts = loops, steps, parts
         self._job, self._threads, self._tables = self._divided(usable_threads())
@@ -151,13 +186,14 @@ class TokenProgram:
     @property
     def attends(self) -> bool:
         """Whether a step computes an attention."""
-        return bool((self._steps[:, self._loops.TokenField.CODE] == self._loops.ATTEND).any())
+        codes = self._steps[:, self._loops.TokenField.CODE].tolist()
+        return self._loops.ATTEND in codes or self._loops.ATTEND_TO_INTEGERS in codes
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return the outputs as a list, and after them the states with their new entries; one result as it is.
 
         Args:
-            inputs: the inputs, then the states, then the masks.
+            inputs: the inputs, then the states, then the masks. A state in integers is `QuantizedRows`.
 
         Raises:
             OtherInputsError: an input has another shape or dtype, or needs a gradient.
@@ -171,11 +207,14 @@ class TokenProgram:
             held.append(x if x.is_contiguous() else x.contiguous())
         states, numbers = list[Tensor](), list[int]()
         if pasts:
-            lengths = growing.lengths(pasts)
+            parts = growing.parts(pasts)
+            lengths = growing.lengths(parts)
             numbers = growing.masks_as_integers(masks, lengths)
-            states = growing.extended(pasts)
-            for state, length in zip(states, lengths, strict=True):
-                numbers += state.data_ptr(), length, *state.stride()[:3]
+            for form, tensors, length in zip(growing.states, parts, lengths, strict=True):
+                whole = form.extended(tensors)
+                states.append(QuantizedRows(*whole) if form.in_integers else whole[0])
+                for part in whole:
+                    numbers += part.data_ptr(), length, *part.stride()[:3]
         memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         outputs = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self._outputs]
         addresses = [x.data_ptr() for x in held] + [y.data_ptr() for y in outputs]
