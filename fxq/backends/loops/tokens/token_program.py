@@ -14,6 +14,7 @@ from torch import Tensor
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.common.appending import extended
 from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.row_memory import RowMemory
 from fxq.runtime.growing import OtherInputsError
 
 GROWING_AXIS = 2
@@ -38,36 +39,52 @@ class StateForm(NamedTuple):
     in_integers: bool = False
 
     @property
-    def parts(self) -> int:
+    def tensors(self) -> int:
         """Number of tensors that hold the state."""
         return 3 if self.in_integers else 1
 
-    def parts_of(self, state: Any) -> tuple[Tensor, ...]:
-        """Tensors that hold a state: integers, scales and zero points; or the floats.
+    def length_of(self, state: Any) -> int:
+        """Length of a state before the new entries.
 
         Raises:
-            OtherInputsError: the state has another form, or needs a gradient.
+            OtherInputsError: it has another form, or needs a gradient.
         """
+        if self.in_integers and type(state) is QuantizedRows and state.memory is not None:
+            if state.memory.sizes != (self.samples, self.heads, self.depth):
+                raise OtherInputsError
+            return state.shape[GROWING_AXIS]
         parts = state.parts if type(state) is QuantizedRows else (state,)
         dtypes = (torch.uint8, torch.float32, torch.uint8) if self.in_integers else (torch.float32,)
         if len(parts) != len(dtypes):
             raise OtherInputsError
+        length = 0
         for part, dtype, depth in zip(parts, dtypes, (self.depth, 1, 1), strict=False):
             if type(part) is not Tensor or part.dtype is not dtype or part.requires_grad or part.dim() != 4:
                 raise OtherInputsError
             n, h, length, d = part.shape
-            if n != self.samples or h != self.heads or d != depth or length != state.shape[2]:
+            if (n, h, d) != (self.samples, self.heads, depth) or length != parts[0].shape[GROWING_AXIS]:
                 raise OtherInputsError
-        return parts
+        return length
 
-    def extended(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of a state with room for the new entries. The values of a row are side by side in memory.
+    def continued(self, state: Any) -> tuple[Tensor, list[int]]:
+        """State with room for the new entries, and the integers that describe it, see `token_loops.VARYING`.
 
-        Scales and zero points of the entries of a head are side by side, too.
+        The values of a row are side by side in memory, and so are the scales and zero points of the rows of a head.
         """
-        axes = zip(parts, (3, 2, 2), strict=False)
-        aligned = [part if part.stride(axis) == 1 else part.contiguous() for part, axis in axes]
-        return [extended(part, self.new, GROWING_AXIS) for part in aligned]
+        if not self.in_integers:
+            floats = extended(state if state.stride(3) == 1 else state.contiguous(), self.new, GROWING_AXIS)
+            return floats, [floats.data_ptr(), floats.shape[GROWING_AXIS], *floats.stride()[:3]]
+        memory, length = state.memory, state.shape[GROWING_AXIS] + self.new
+        if memory is not None and memory.claims(length - self.new, self.new):
+            return memory.state(length), memory.numbers(length)
+        axes = zip(state.parts, (3, 2, 2), strict=True)
+        past = [part if part.stride(axis) == 1 else part.contiguous() for part, axis in axes]
+        parts = [extended(part, self.new, GROWING_AXIS) for part in past]
+        memory = RowMemory.of(parts)
+        if memory is not None:
+            return memory.state(length), memory.numbers(length)
+        numbers = [number for part in parts for number in (part.data_ptr(), length, *part.stride()[:3])]
+        return QuantizedRows(*parts), numbers
 
 
 class MaskForm(NamedTuple):
@@ -107,21 +124,13 @@ class GrowingInputs:
         if len(joined) > 1:
             self.equal.append(joined)
 
-    def parts(self, pasts: Sequence[Any]) -> list[tuple[Tensor, ...]]:
-        """Tensors that hold each state.
-
-        Raises:
-            OtherInputsError: a state has another form, or needs a gradient.
-        """
-        return [form.parts_of(past) for past, form in zip(pasts, self.states, strict=True)]
-
-    def lengths(self, parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    def lengths(self, pasts: Sequence[Any]) -> list[int]:
         """Lengths of states with their new entries.
 
         Raises:
-            OtherInputsError: states that must have the same length have not.
+            OtherInputsError: a state has other sizes or another dtype, or needs a gradient.
         """
-        lengths = [tensors[0].shape[GROWING_AXIS] + form.new for tensors, form in zip(parts, self.states, strict=True)]
+        lengths = [form.length_of(past) + form.new for past, form in zip(pasts, self.states, strict=True)]
         if any(len({lengths[state] for state in group}) > 1 for group in self.equal):
             raise OtherInputsError
         return lengths
@@ -145,7 +154,7 @@ class GrowingInputs:
 
     def place(self, state: int) -> int:
         """Number of tensors that hold the states before this one."""
-        return sum(form.parts for form in self.states[:state])
+        return sum(form.tensors for form in self.states[:state])
 
 
 class TokenProgram:
@@ -207,14 +216,11 @@ class TokenProgram:
             held.append(x if x.is_contiguous() else x.contiguous())
         states, numbers = list[Tensor](), list[int]()
         if pasts:
-            parts = growing.parts(pasts)
-            lengths = growing.lengths(parts)
-            numbers = growing.masks_as_integers(masks, lengths)
-            for form, tensors, length in zip(growing.states, parts, lengths, strict=True):
-                whole = form.extended(tensors)
-                states.append(QuantizedRows(*whole) if form.in_integers else whole[0])
-                for part in whole:
-                    numbers += part.data_ptr(), length, *part.stride()[:3]
+            numbers = growing.masks_as_integers(masks, growing.lengths(pasts))
+            for past, form in zip(pasts, growing.states, strict=True):
+                state, of_state = form.continued(past)
+                states.append(state)
+                numbers += of_state
         memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         outputs = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self._outputs]
         addresses = [x.data_ptr() for x in held] + [y.data_ptr() for y in outputs]

@@ -149,14 +149,14 @@ def test_forms_of_states_and_masks_are_checked():
     growing = GrowingInputs([StateForm(1, 2, 4, 1)] * 3, [MaskForm(1, 2, 1, 0)])
     growing.must_be_equal(0, 1)
     ok = [torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 3, 4)]
-    assert growing.lengths(growing.parts(ok)) == [6, 6, 4]
+    assert growing.lengths(ok) == [6, 6, 4]
     growing.must_be_equal(1, 2)
     assert growing.equal == [{0, 1, 2}]
     wrong = [ok, [ok[0].double(), *ok[1:]], [ok[0][0], *ok[1:]], [ok[0][:, :, :0], *ok[1:]], [ok[0][:, :1], *ok[1:]]]
     wrong.append([QuantizedRows(ok[0].byte(), ok[0][..., :1], ok[0][..., :1].byte()), *ok[1:]])
     for pasts in wrong:
         with pytest.raises(OtherInputsError):
-            growing.lengths(growing.parts(pasts))
+            growing.lengths(pasts)
     assert growing.masks_as_integers([torch.ones(1, 1, 1, 6, dtype=torch.bool)], [6])[1:] == [6, 0, 6, 1]
     for mask in (torch.ones(1, 1, 1, 6), torch.ones(1, 1, 1, 5, dtype=torch.bool)):
         with pytest.raises(OtherInputsError):

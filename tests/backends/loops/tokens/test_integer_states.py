@@ -13,6 +13,7 @@ from fxq.backends.loops.tokens.stored_states import stored_state
 from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.common.metrics import sqnr
 from fxq.common.timed_calls import threads_set_to
+from fxq.errors import StateError
 from fxq.graph.query import is_op
 from fxq.quant.quantized_rows import QuantizedRows
 from tests.backends.loops.tokens.test_attention_steps import DEPTH, HEADS, WIDTH, generated, quantized, token
@@ -100,6 +101,29 @@ def test_results_of_programs_are_continued_in_place():
     generated(qmodel, call, tokens=12)
     for state, earlier in zip(got[1::5], before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(state.parts, earlier.parts, strict=True))
+
+
+@torch.no_grad()
+def test_parts_are_made_when_they_are_read():
+    """A state is continued by numbers only, and its parts are the same whether they were read before or not."""
+    qmodel = quantized(STORED)
+    *_, a, b, c, d = generated(qmodel, call, tokens=8)
+    assert all(state.memory is not None and state._made is None for state in (a, b, c, d))
+    before = [part.clone() for part in a.parts]
+    _, after, *_ = qmodel(*token(17), a, b, c, d)
+    assert after._made is None and after.shape == (2, HEADS, 18, DEPTH)
+    for part, earlier in zip(after.parts, before, strict=True):
+        assert part.shape[2] == 18 and torch.equal(part[:, :, :17], earlier)
+
+
+@pytest.mark.parametrize("part", range(3))
+@torch.no_grad()
+def test_a_write_into_a_state_is_noticed(part):
+    qmodel = quantized(STORED)
+    *_, a, b, c, d = generated(qmodel, call, tokens=8)
+    a.parts[part][0, 0, 0] = 3
+    with pytest.raises(StateError, match="was written to after the model returned it"):
+        qmodel(*token(17), a, b, c, d)
 
 
 @torch.no_grad()
