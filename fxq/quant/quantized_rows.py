@@ -56,7 +56,7 @@ class QuantizedRows(Tensor):
     """
 
     _sizes: torch.Size
-    _made: tuple[Tensor, Tensor, Tensor] | None
+    _parts: tuple[Tensor, Tensor, Tensor] | None
     memory: RowMemory | None
 
     @staticmethod
@@ -64,7 +64,7 @@ class QuantizedRows(Tensor):
         """Make a tensor with the shape of `integers`."""
         make: Any = Tensor._make_wrapper_subclass
         result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
-        result.__dict__.update(_made=(integers, scale, zero_point), memory=None, _sizes=integers.shape)
+        result.__dict__.update(_parts=(integers, scale, zero_point), memory=None, _sizes=integers.shape)
         return result
 
     @classmethod
@@ -72,17 +72,17 @@ class QuantizedRows(Tensor):
         """Rows of this shape at the start of memory. Their parts are made when they are read first."""
         make: Any = Tensor._make_wrapper_subclass
         result: QuantizedRows = make(cls, shape, dtype=torch.float32, device="cpu")
-        result.__dict__.update(_made=None, memory=memory, _sizes=torch.Size(shape))
+        result.__dict__.update(_parts=None, memory=memory, _sizes=torch.Size(shape))
         return result
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Integers, scales and zero points. Those of rows in memory are made when they are first read."""
-        made = self._made
-        if made is None:
+        parts = self._parts
+        if parts is None:
             memory: Any = self.memory
-            made = self.__dict__["_made"] = memory.parts(self._sizes[2])
-        return made
+            parts = self.__dict__["_parts"] = memory.parts(self._sizes[2])
+        return parts
 
     @property
     def integers(self) -> Tensor:

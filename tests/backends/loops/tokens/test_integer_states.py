@@ -108,10 +108,10 @@ def test_parts_are_made_when_they_are_read():
     """A state is continued by numbers only, and its parts are the same whether they were read before or not."""
     qmodel = quantized(STORED)
     *_, a, b, c, d = generated(qmodel, call, tokens=8)
-    assert all(state.memory is not None and state._made is None for state in (a, b, c, d))
+    assert all(state.memory is not None and state._parts is None for state in (a, b, c, d))
     before = [part.clone() for part in a.parts]
     _, after, *_ = qmodel(*token(17), a, b, c, d)
-    assert after._made is None and after.shape == (2, HEADS, 18, DEPTH)
+    assert after._parts is None and after.shape == (2, HEADS, 18, DEPTH)
     for part, earlier in zip(after.parts, before, strict=True):
         assert part.shape[2] == 18 and torch.equal(part[:, :, :17], earlier)
 
@@ -142,7 +142,7 @@ def test_a_second_continuation_leaves_the_first_alone():
 
 
 def in_columns(state):
-    """The same state with other strides: integers of an entry, and scales of a head, are not side by side."""
+    """State with other strides: integers of an entry, and scales of a head, are not side by side."""
     parts = state.integers.transpose(2, 3), state.scale.transpose(1, 2), state.zero_point.transpose(1, 2)
     integers, *grid = (part.contiguous() for part in parts)
     return QuantizedRows(integers.transpose(2, 3), *(part.transpose(1, 2) for part in grid))
@@ -315,10 +315,10 @@ def test_other_ways_to_compute_a_state_are_not_matched():
     graph = quantized(STORED).graph
     nodes = [node for node in graph.nodes if is_op(node, "quantized_rows")]
     assert len(nodes) == 4 and all(stored_state(node) is not None for node in nodes)
-    found = stored_state(nodes[0])
-    new_q = found.appends[0].args[1]
+    state = stored_state(nodes[0])
+    new_q = state.appends[0].args[1]
     for changed in ({"qmin": 1}, {"axis": 2}, {"dtype": torch.int8}, {"scale": found.appends[1]}):
         before, new_q.kwargs = new_q.kwargs, {**new_q.kwargs, **changed}
         assert stored_state(nodes[0]) is None
         new_q.kwargs = before
-    assert stored_state(found.appends[0]) is None and stored_state(nodes[0]) == found
+    assert stored_state(state.appends[0]) is None and stored_state(nodes[0]) == state
