@@ -64,5 +64,5 @@ def state_node(read: Any) -> Any:
     options = options_of(read)
     parts = argument(read, "x"), options["scale"], options["zero_point"]
     is_by_row = options["axis"] is None and options["block"] is None and options["packed"] is None
-    found = (user for user in parts[0].users if is_op(user, "quantized_rows") and user.args == parts)
-    return next(found, read) if is_by_row else read
+    states = (user for user in parts[0].users if is_op(user, "quantized_rows") and user.args == parts)
+    return next(states, read) if is_by_row else read

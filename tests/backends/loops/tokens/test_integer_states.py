@@ -317,7 +317,7 @@ def test_other_ways_to_compute_a_state_are_not_matched():
     assert len(nodes) == 4 and all(stored_state(node) is not None for node in nodes)
     state = stored_state(nodes[0])
     new_q = state.appends[0].args[1]
-    for changed in ({"qmin": 1}, {"axis": 2}, {"dtype": torch.int8}, {"scale": found.appends[1]}):
+    for changed in ({"qmin": 1}, {"axis": 2}, {"dtype": torch.int8}, {"scale": state.appends[1]}):
         before, new_q.kwargs = new_q.kwargs, {**new_q.kwargs, **changed}
         assert stored_state(nodes[0]) is None
         new_q.kwargs = before
