@@ -213,7 +213,7 @@ class Prefilled(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape)), keys, values
 
 
-@pytest.mark.parametrize("length", [1, 3, 16, 20])
+@pytest.mark.parametrize("length", [1, 3, 20])
 @pytest.mark.parametrize(
     "recipe", [STORED, fxq.Recipe.dynamic(optimize="coverage", state=CACHE)], ids=["floats", "rounded"]
 )
