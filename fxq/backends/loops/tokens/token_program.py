@@ -211,7 +211,7 @@ class TokenProgram:
         pasts, masks = inputs[count : count + len(growing.states)], inputs[count + len(growing.states) :]
         held = []
         for x, shape in zip(inputs[:count], self._inputs, strict=True):
-            if x.shape != shape or x.dtype is not torch.float32 or x.requires_grad:
+            if x.shape != shape or x.dtype is not torch.float32 or x.requires_grad or type(x) is QuantizedRows:
                 raise OtherInputsError
             held.append(x if x.is_contiguous() else x.contiguous())
         states, numbers = list[Tensor](), list[int]()

@@ -16,12 +16,14 @@ from fxq.common.timed_calls import threads_set_to
 from fxq.errors import StateError
 from fxq.graph.query import is_op
 from fxq.quant.quantized_rows import QuantizedRows
-from tests.backends.loops.tokens.test_attention_steps import DEPTH, HEADS, WIDTH, generated, quantized, token
+from fxq.runtime.growing import OtherInputsError
+from tests.backends.loops.tokens.test_attention_steps import DEPTH, HEADS, WIDTH, generated, quantized, states, token
 from tests.backends.loops.tokens.test_token_binder import call, programs
 from tests.support.bound import plain
 from tests.support.helpers import filed
 
 pytestmark = [pytest.mark.any_cpu, pytest.mark.skipif(loops("token_loops") is None, reason="needs Numba")]
+PARTS_OF_ROWS = (WIDTH, torch.uint8), (1, torch.float32), (1, torch.uint8)
 CACHE = fxq.TensorSpec(per="row", range="dynamic")
 STORED = fxq.Recipe.weight_only(state=CACHE)
 
@@ -309,6 +311,21 @@ def test_a_wrong_program_is_not_used(monkeypatch):
     got, wanted = generated(qmodel, call, past=90), generated(qmodel, plain, past=90)
     assert programs(qmodel) and not attending(qmodel)
     check_equal(got, wanted)
+
+
+@torch.no_grad()
+def test_integers_in_place_of_other_inputs():
+    """A program reads an input by its address, where rows in integers have no floats; and so for a state in float."""
+    qmodel = quantized()
+    generated(qmodel, call)
+    (program,) = programs(qmodel)
+    rows = QuantizedRows(*(torch.ones(2, 1, size, dtype=dtype) for size, dtype in PARTS_OF_ROWS))
+    assert program._inputs[0] == rows.shape
+    with pytest.raises(OtherInputsError):
+        program(rows, *program._inputs[1:], *states(9), *token(9)[1:])
+    held = [QuantizedRows(s.byte(), s[..., :1].clone(), s[..., :1].byte()) for s in states(9)]
+    for _ in range(3):
+        check_equal(qmodel(*token(9), *held), plain(qmodel, *token(9), *held))
 
 
 def test_other_ways_to_compute_a_state_are_not_matched():
