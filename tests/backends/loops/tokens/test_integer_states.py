@@ -9,8 +9,11 @@ from torch import nn
 
 import fxq
 from fxq.backends.loops.code.compiler import loops
+from fxq.backends.loops.code.thread_pool import run_together
+from fxq.backends.loops.tokens import token_program
 from fxq.backends.loops.tokens.stored_states import stored_state
 from fxq.backends.loops.tokens.token_program import TokenProgram
+from fxq.backends.plain import few_rows
 from fxq.common.metrics import sqnr
 from fxq.common.timed_calls import threads_set_to
 from fxq.errors import StateError
@@ -61,6 +64,25 @@ def test_two_layers_with_masks_are_one_program(threads):
     assert counts == [2, 4, 8] and module.APPEND not in codes and module.ATTEND not in codes
     assert len(program._growing.masks) == 1  # both layers repeat one mask
     check_equal(got, generated(qmodel, plain))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@torch.no_grad()
+def test_threads_compute_the_same_numbers(monkeypatch, threads):
+    monkeypatch.setattr(few_rows, "_MIN_PART_BYTES", 1)
+    qmodel = quantized(STORED)
+    with threads_set_to(threads):
+        held = generated(qmodel, call)[-4:]
+    calls = list[bool]()
+    monkeypatch.setattr(token_program, "run_together", lambda *args: calls.append(run_together(*args)) or calls[-1])
+    (program,) = attending(qmodel)
+    x, mask = token(16)
+    together = program(x, *copy.deepcopy(held), mask)
+    assert calls == [True] and program._threads == threads
+    monkeypatch.setattr(token_program, "run_together", lambda *_: False)
+    for ours, alone in zip(together, program(x, *copy.deepcopy(held), mask), strict=True):
+        parts = zip(ours.parts, alone.parts, strict=True) if isinstance(ours, QuantizedRows) else [(ours, alone)]
+        assert all(torch.equal(a, b) for a, b in parts)  # bit by bit
 
 
 class Doubled(nn.Module):
