@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +46,37 @@ class _Reserved:
     is_shared: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def is_latest(self, past: Tensor, sizes: tuple[int, ...]) -> bool:
-        """Whether a tensor, which has these sizes without the axis, is the latest result here, or the end of it."""
+    def end_of(self, past: Tensor, sizes: tuple[int, ...]) -> int:
+        """Number of entries up to the end of a tensor, which has these sizes without the axis; -1: of another form."""
         fits = past.dtype is self.dtype and past.stride() == self.strides and sizes == self.sizes
         first, rest = divmod(int(past.storage_offset()), self.strides[self.dim])
-        return fits and not rest and bool(first + past.shape[self.dim] == self.used)
+        return first + past.shape[self.dim] if fits and not rest else -1
+
+    def claims(self, end: int, count: int, version: int) -> bool:
+        """Reserve `count` entries after the entry `end`, for a caller that holds the lock.
+
+        Args:
+            end: number of entries up to the last one of a state.
+            count: number of new entries.
+            version: PyTorch's count of writes into the memory.
+
+        Returns:
+            Whether they are reserved; otherwise there is no room, or they have been written.
+
+        Raises:
+            StateError: a caller has written into the memory, and several results are in it.
+        """
+        if version != self.version:
+            if self.is_shared:
+                raise StateError(
+                    "a state was written to after the model returned it. It shares memory with states of earlier and "
+                    "later calls, which the write has changed, too: write to a copy, state = state.clone()."
+                )
+            return False
+        if end != self.used or end + count > self.capacity:
+            return False
+        self.used, self.is_shared = end + count, True
+        return True
 
     def claimed(self, past: Tensor, count: int, sizes: tuple[int, ...]) -> Tensor | None:
         """Reserve `count` entries after `past`, for a caller that holds the lock.
@@ -60,17 +87,9 @@ class _Reserved:
         Raises:
             StateError: a caller has written into the memory, and several results are in it.
         """
-        if past._version != self.version:
-            if self.is_shared:
-                raise StateError(
-                    "a state was written to after the model returned it. It shares memory with states of earlier and "
-                    "later calls, which the write has changed, too: write to a copy, state = state.clone()."
-                )
-            return None
-        if self.used + count > self.capacity or not self.is_latest(past, sizes):
+        if not self.claims(self.end_of(past, sizes), count, past._version):
             return None
         whole = (*sizes[: self.dim], past.shape[self.dim] + count, *sizes[self.dim :])
-        self.used, self.is_shared = self.used + count, True
         return past.as_strided(whole, self.strides, past.storage_offset())
 
 
@@ -124,6 +143,41 @@ def extended(past: Tensor, count: int, dim: int) -> Tensor:
     return _marked(result, dim)
 
 
+class Room(NamedTuple):
+    """Memory that results of `extended` share, with room for more entries.
+
+    Attributes:
+        memory: tensor of all entries that it has room for.
+        reserved: its description.
+    """
+
+    memory: Tensor
+    reserved: _Reserved
+
+    @classmethod
+    def of(cls, state: Tensor) -> Room | None:
+        """Memory of a result of `extended`; None if it has none."""
+        storage = state.untyped_storage()
+        reserved: _Reserved | None = getattr(storage, _ATTRIBUTE, None)
+        if reserved is None or reserved.address != storage.data_ptr():
+            return None
+        shape = (*reserved.sizes[: reserved.dim], reserved.capacity, *reserved.sizes[reserved.dim :])
+        return cls(state.as_strided(shape, reserved.strides, 0), reserved)
+
+    def claims(self, end: int, count: int) -> bool:
+        """Reserve `count` entries after the entry `end`, which the caller must write as those of `extended`.
+
+        Returns:
+            Whether they are reserved; otherwise there is no room, or they have been written.
+
+        Raises:
+            StateError: a caller has written into the memory, and several results are in it.
+        """
+        reserved, memory = self.reserved, self.memory
+        with reserved.lock:
+            return memory.data_ptr() == reserved.address and reserved.claims(end, count, memory._version)
+
+
 def _in_reserved(past: Tensor, count: int, axis: int, new: Tensor | None = None) -> Tensor | None:
     """Return `past` and `count` more entries in memory that is or becomes reserved for them; None for other tensors.
 
@@ -144,7 +198,7 @@ def _in_reserved(past: Tensor, count: int, axis: int, new: Tensor | None = None)
             reserved.version = result._version
     if result is not None:
         return result
-    if not reserved.is_latest(past, sizes):
+    if reserved.end_of(past, sizes) != reserved.used:
         return None
     room = max((length + count) // 2, MIN_RESERVED)
     with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxq.common.trees import leaves, mapped
 from fxq.errors import InputError
+
+if TYPE_CHECKING:
+    from fxq.quant.row_memory import RowMemory
 
 _ABOUT = frozenset(
     [
@@ -52,31 +55,63 @@ class QuantizedRows(Tensor):
         (tensor([[1, 2]], dtype=torch.uint8), tensor([25.,  6.]))
     """
 
-    integers: Tensor
-    scale: Tensor
-    zero_point: Tensor
+    _sizes: torch.Size
+    _parts: tuple[Tensor, Tensor, Tensor] | None
+    memory: RowMemory | None
 
     @staticmethod
     def __new__(cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
         """Make a tensor with the shape of `integers`."""
         make: Any = Tensor._make_wrapper_subclass
         result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
-        result.__dict__.update(integers=integers, scale=scale, zero_point=zero_point)
+        result.__dict__.update(_parts=(integers, scale, zero_point), memory=None, _sizes=integers.shape)
         return result
+
+    @classmethod
+    def in_memory(cls, memory: RowMemory, shape: tuple[int, ...]) -> QuantizedRows:
+        """Rows of this shape at the start of memory. Their parts are made when they are read first."""
+        make: Any = Tensor._make_wrapper_subclass
+        result: QuantizedRows = make(cls, shape, dtype=torch.float32, device="cpu")
+        result.__dict__.update(_parts=None, memory=memory, _sizes=torch.Size(shape))
+        return result
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers, scales and zero points. Those of rows in memory are made when they are first read."""
+        parts = self._parts
+        if parts is None:
+            memory: Any = self.memory
+            parts = self.__dict__["_parts"] = memory.parts(self._sizes[2])
+        return parts
+
+    @property
+    def integers(self) -> Tensor:
+        """Integers, uint8[..., N]."""
+        return self.parts[0]
+
+    @property
+    def scale(self) -> Tensor:
+        """Scales, float32[..., 1]."""
+        return self.parts[1]
+
+    @property
+    def zero_point(self) -> Tensor:
+        """Zero points, uint8[..., 1]."""
+        return self.parts[2]
 
     def dequantize(self) -> Tensor:
         """Return the float values, float32[..., N]."""
         return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
 
     @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Sizes of the axes. Without `__torch_function__`, since each call with a state reads it several times."""
+        return self._sizes
+
+    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the integers, scales and zero points."""
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Integers, scales and zero points."""
-        return self.integers, self.scale, self.zero_point
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fxq.graph.bindable import Bindable, ModuleWatch
 from fxq.graph.guards import check_fixed
 from fxq.graph.query import submodule
 from fxq.graph.run import Runner
+from fxq.quant.quantized_rows import QuantizedRows
 from fxq.runtime.call_checks import check_call, naming_inputs
 from fxq.runtime.generated_code import function_of
 from fxq.runtime.growing import GrowingKinds, OtherInputsError, has_growing_states
@@ -41,11 +42,17 @@ Kind = tuple[Hashable, ...]
 Forward = Callable[..., Any]
 
 
-def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
+def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], grows: bool = False) -> Kind | None:
     """Kind of the inputs of a call; None if nothing can be bound for it.
 
     Nothing is bound for tensors other than dense CPU tensors, for objects, and for calls that a tool watches: a
-    compiler, `torch.jit.trace`, `torch.func`, a dispatch mode, a global module hook.
+    compiler, `torch.jit.trace`, `torch.func`, a dispatch mode, a global module hook. States in integers
+    (`QuantizedRows`) are inputs of graphs that append to states.
+
+    Args:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        grows: whether the graph appends to states.
     """
     watched = (
         every_module._global_forward_hooks
@@ -62,8 +69,15 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kind | None:
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     flash, plain = _get_flash_sdp_enabled(), _get_math_sdp_enabled()  # they also apply on the CPU
     try:
-        kind = torch.get_num_threads(), torch.get_default_dtype(), autocast, flash, plain, *map(_kind, args)
-        return (*kind, *((k, _kind(v)) for k, v in kwargs.items())) if kwargs else kind
+        kind = (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            autocast,
+            flash,
+            plain,
+            *map(_kind, args, repeat(grows)),
+        )
+        return (*kind, *((k, _kind(v, grows)) for k, v in kwargs.items())) if kwargs else kind
     except _UnboundError:
         return None
 
@@ -72,7 +86,7 @@ class _UnboundError(Exception):
     """Error for an input for which nothing is bound."""
 
 
-def _kind(value: Any) -> Hashable:
+def _kind(value: Any, grows: bool) -> Hashable:
     cls = type(value)
     if cls is Tensor or cls is nn.Parameter:
         if (
@@ -87,9 +101,11 @@ def _kind(value: Any) -> Hashable:
     if value is None or cls in (bool, int, float, str):
         return cls, value
     if cls in (tuple, list):
-        return cls, *map(_kind, value)
+        return cls, *map(_kind, value, repeat(grows))
     if cls is dict:
-        return cls, *((key, _kind(v)) for key, v in value.items())
+        return cls, *((key, _kind(v, grows)) for key, v in value.items())
+    if cls is QuantizedRows and grows:
+        return cls, value.shape
     raise _UnboundError
 
 
@@ -114,7 +130,9 @@ class Bindings:
 
     def __call__(self, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of `gm`. A kind is bound at its second call, if it is still in the cache then."""
-        kind = None if self._never else kind_of(args, kwargs)
+        if self._grows is None:
+            self._grows = self._growing is not None and has_growing_states(gm.graph)
+        kind = None if self._never else kind_of(args, kwargs, self._grows)
         if kind is None:
             check_call(gm, args, kwargs)
             with naming_inputs(gm, args, kwargs):
@@ -122,8 +140,6 @@ class Bindings:
         last = self._last
         if last is not None and last[0] == kind and last[1].holds():
             return last[1].run(*args, **kwargs)
-        if self._grows is None:
-            self._grows = self._growing is not None and has_growing_states(gm.graph)
         if self._growing is not None and self._grows:
             return self._run_growing(self._growing, gm, kind, args, kwargs)
         bound = self._cache.get(kind)
@@ -286,7 +302,11 @@ class Binder(Runner):
 
     def __init__(self, gm: fx.GraphModule, batch: Batch, open_inputs: frozenset[str] = frozenset()) -> None:
         super().__init__(gm, batch)
-        self.fixed = {node for node in self.values if str(node.target) not in open_inputs}
+        self.fixed = {
+            node
+            for node, value in self.values.items()
+            if str(node.target) not in open_inputs and type(value) is not QuantizedRows
+        }
         self._inputs = list(self.values)
         self.names = {node: str(node.target) for node in self._inputs}
         self.constants: dict[str, Any] = {}

@@ -53,6 +53,7 @@ def decoders(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "bfloat16 eager", lambda: of_transformers(copy.deepcopy(model).to(torch.bfloat16))
     recipes = {
         "fxq int8 weights": fxq.Recipe.weight_only(),
+        "fxq int8 weights, int8 cache": fxq.Recipe.weight_only(state=fxq.TensorSpec(per="row", range="dynamic")),
         "fxq int4 weights": fxq.Recipe.weight_only(bits=4),
         "fxq dynamic int8": fxq.Recipe.dynamic(),
         "fxq dynamic int4": fxq.Recipe.dynamic(weight=fxq.Recipe.weight_only(bits=4).config.weight),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,21 +10,35 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import vectors
-from fxq.backends.loops.code.machine_code import KIND, on_addresses
-from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT32, INT64, LANES, load, number, splat, store
+from fxq.backends.loops.code.machine_code import KIND, choose, on_addresses
+from fxq.backends.loops.code.vectors import (
+    BYTES,
+    FLOAT32,
+    FLOATS,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    load,
+    number,
+    splat,
+    store,
+)
 
 TILE_ROWS, TILE_COLUMNS = KIND.float_tile
 """Rows and columns of a large tile. Small tiles have 4 rows, or one."""
+QUERIES_AT_ONCE = 4
+"""Queries of a head that read a cache in integers at once, which are converted to floats once for all of them."""
 _MIN_FLOAT32, _MIN_EXPONENT = -3.4028234663852886e38, -120.0
 """Lowest float32; powers of two with an exponent of at most `_MIN_EXPONENT` count as 0."""
 
 
-def _float_tile(rows: int) -> Any:
+def _tile(rows: int, columns_at: Callable[[Any, Any, int], Any]) -> Any:
     """Return code for the product of `rows` rows and `TILE_COLUMNS` columns.
 
     Arguments of the code, as addresses and bytes: `x`, float32 (rows, depth), with `row_stride` between rows; `weight`,
-    float32 (depth, columns), with `depth_stride` between rows; `out`, float32 (rows, columns), with `out_stride`
-    between rows.
+    (depth, columns), with `depth_stride` between rows; `out`, float32 (rows, columns), with `out_stride` between rows.
+    `columns_at(builder, address, k)` returns the columns of the weight from 16 * k on as floats.
     """
 
     def code(b, x, row_stride, weight, depth_stride, depth, out, out_stride):
@@ -35,7 +50,7 @@ def _float_tile(rows: int) -> Any:
         lines = [b.add(x, b.mul(row_stride, number(r))) for r in range(rows)]
         with cgutils.for_range(b, depth, intp=INT64) as step:
             row_address = b.add(weight, b.mul(step.index, depth_stride))
-            columns = [load(b, row_address, FLOATS, 4 * LANES * vector) for vector in column_vectors]
+            columns = [columns_at(b, row_address, vector) for vector in column_vectors]
             x_offset = b.mul(step.index, number(4))
             for line, row in zip(lines, totals, strict=True):
                 value = splat(b, load(b, b.add(line, x_offset), FLOAT32))
@@ -45,10 +60,26 @@ def _float_tile(rows: int) -> Any:
             for vector, total in zip(column_vectors, row, strict=True):
                 store(b, b.load(total), b.add(b.add(out, b.mul(out_stride, number(r))), number(4 * LANES * vector)))
 
-    return on_addresses(code)
+    return code
 
 
-many_rows, four_rows, one_row = (_float_tile(rows) for rows in (TILE_ROWS, 4, 1))
+def _floats_at(b: Any, address: Any, k: int) -> Any:
+    return load(b, address, FLOATS, 4 * LANES * k)
+
+
+many_rows, four_rows, one_row = (on_addresses(_tile(rows, _floats_at)) for rows in (TILE_ROWS, 4, 1))
+
+
+def integers_at(b: Any, address: Any, k: int = 0) -> Any:
+    """16 integers, uint8, from 16 * k bytes after an address on, as floats."""
+    return b.sitofp(b.zext(load(b, address, BYTES, LANES * k), INTS), FLOATS)
+
+
+@on_addresses
+def rows_of_integers(b, rows, x, row_stride, weight, depth_stride, depth, out, out_stride):
+    """Multiply 1 to 4 rows of floats with columns of a weight in uint8, see `_tile`."""
+    arguments = x, row_stride, weight, depth_stride, depth, out, out_stride
+    choose(b, rows, range(1, QUERIES_AT_ONCE + 1), lambda count: _tile(count, integers_at)(b, *arguments))
 
 
 ROWS_AT_ONCE = 4

@@ -18,6 +18,16 @@ SYMMETRIC, ROW, NEAREST = 0, 1, 2
 `fxq/quant/dynamic_grid.py`."""
 
 
+@helper
+def ends_of_row(bits):
+    """Bits of the smallest and the largest float of a row, zero included, whose bits are int32."""
+    low, high, all_but_sign = np.int32(0), np.int32(0), np.int32(0x7FFFFFFF)
+    for j in range(len(bits)):
+        ordered = np.int32(bits[j] ^ ((bits[j] >> np.int32(31)) & all_but_sign))
+        low, high = min(low, ordered), max(high, ordered)
+    return np.int32(low ^ ((low >> np.int32(31)) & all_but_sign)), high
+
+
 def _quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, qmax):
     """Compute the dynamic grid of each row, and quantize the row to it.
 
@@ -36,13 +46,8 @@ def _quantize_rows(x, scale, zero, integers, rows, columns, kind, steps, qmin, q
     x, integers = carray(x, (rows, columns)), carray(integers, (rows, columns))
     scale, zero = carray(scale, rows), carray(zero, rows)
     bits, end_bits = x.view(np.int32), np.zeros(2, np.int32)
-    all_but_sign = np.int32(0x7FFFFFFF)
     for i in range(rows):
-        low, high = np.int32(0), np.int32(0)
-        for j in range(columns):
-            ordered = np.int32(bits[i, j] ^ ((bits[i, j] >> np.int32(31)) & all_but_sign))
-            low, high = min(low, ordered), max(high, ordered)
-        end_bits[0], end_bits[1] = low ^ ((low >> np.int32(31)) & all_but_sign), high
+        end_bits[0], end_bits[1] = ends_of_row(bits[i])
         lowest, highest = end_bits.view(np.float32)
         if highest != highest or lowest != lowest:
             step = _f(np.nan)

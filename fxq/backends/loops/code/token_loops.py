@@ -14,22 +14,25 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.attention_code import TILE_COLUMNS as TILE_COLUMNS
-from fxq.backends.loops.code.attention_code import exponentials, one_row
+from fxq.backends.loops.code.cache_loops import ATTEND_FIELDS as ATTEND_FIELDS
+from fxq.backends.loops.code.cache_loops import GRID_FIELDS, attend_heads, attend_heads_of_integers, store_row
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_loops import multiply, multiply_integers
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
 from fxq.backends.loops.code.memory_loops import FUNCTIONS_OF_X as FUNCTIONS_OF_X
 from fxq.backends.loops.code.memory_loops import address_of, apply_function, bytes_, floats
 from fxq.backends.loops.code.row_loops import quantize
-from fxq.backends.loops.code.token_code import key_products
 from fxq.backends.loops.code.vectors import LANES
 
 _f = np.float32
-LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION, ROUNDED_LINEAR, APPEND, ATTEND = range(12)
+LINEAR, ADD, SUBTRACT, MULTIPLY, COPY, NEGATE, RSQRT, MEAN, FUNCTION, ROUNDED_LINEAR = range(10)
 """Codes of steps."""
+APPEND, ATTEND, APPEND_INTEGERS, ATTEND_TO_INTEGERS = range(10, 14)
+"""Codes of steps on states, in float and in integers."""
 VARYING = 5
 """Integers that describe a state (samples, heads, length, depth): its address, its length, and the strides of the first
-three axes; or a mask: its address and four strides."""
+three axes; or a mask: its address and four strides. A state in integers has them for its integers, then for its scales
+and for its zero points, which have a depth of 1."""
 
 
 class TokenField(IntEnum):
@@ -43,15 +46,15 @@ class TokenField(IntEnum):
     OUT_STRIDES = 10  # of the three axes
     X_STRIDES = 13  # of the three axes; 0 where the operand is repeated
     Y_STRIDES = 16
-    ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`; of APPEND and ATTEND: depth
-    STATE = 16  # of APPEND and ATTEND: index among the bases of the first integer of a state, see `VARYING`
-    VALUES = 17  # of ATTEND: likewise, of the state with the values; `STATE` has the keys
-    MASK = 18  # of ATTEND: likewise, of the mask; 0: none
-    FACTOR = 20  # of ATTEND: address of the factor of the products, float32
+    ARGUMENT = 19  # of FUNCTION: index in `FUNCTION_NAMES`; of steps on states: depth
+    STATE = 16  # of steps on states: index among the bases of the first integer of a state, see `VARYING`
+    VALUES = 17  # of attentions: likewise, of the state with the values; `STATE` has the keys
+    MASK = 18  # of attentions: likewise, of the mask; 0: none
+    FACTOR = 20  # of attentions: address of the factor of the products, float32
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
-    GRID = 24  # of ROUNDED_LINEAR: kind, steps, qmin and qmax of `row_loops.quantize_rows`
+    GRID = 24  # of ROUNDED_LINEAR and APPEND_INTEGERS: kind, steps, qmin and qmax of `row_loops.quantize_rows`
 
 
 MAX_FIELDS = 28
@@ -166,47 +169,6 @@ def _pointwise(step, bases):
                 _transform(code, a, target, count)
 
 
-@helper
-def _hide(scores, mask, stride, keys):
-    """Set the scores of keys to minus infinity if their byte of the mask is 0."""
-    for j in range(keys):
-        if carray(bytes_(mask + j * stride), 1)[0] == 0:
-            scores[j] = -np.inf
-
-
-ATTEND_FIELDS = 23
-"""Number of integers that describe an attention, see `attend`."""
-
-
-@helper
-def _attend_heads(first, end, fields):
-    """Compute some heads of an attention, see `attend`. The heads of all samples are numbered in order."""
-    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
-    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
-    scale = carray(floats(fields[22]), 1)[0]
-    padded = (keys + LANES - 1) // LANES * LANES
-    scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
-    for head in range(first, end):
-        n, h = head // heads, head % heads
-        k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
-        for i in range(queries):
-            q = carray(floats(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2])), depth)
-            for j in range(depth):
-                scaled[j] = q[j] * scale
-            key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
-            if mask:
-                _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
-            scores[keys:] = -np.inf
-            exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
-            factor = _f(0) if total[0] == 0 else _f(1) / total[0]
-            for j in range(keys):
-                scores[j] *= factor
-            target = out + 4 * depth * ((n * heads + h) * queries + i)
-            for j in range(0, depth, TILE_COLUMNS):
-                one_row(scores.ctypes.data, 0, v + 4 * j, 4 * strides[8], keys, target + 4 * j, 0)
-    scores[0] = scaled[0] + total[0]  # keeps the arrays alive until here, as only their addresses are used
-
-
 @compiled("i64* i i64*")
 def attend(parts, count, fields):
     """Compute softmax(query @ key.T * scale) @ value, where the mask is not 0, for some heads.
@@ -226,13 +188,13 @@ def attend(parts, count, fields):
     """
     parts, fields = carray(parts, (count, 2)), carray(fields, ATTEND_FIELDS)
     for p in range(count):
-        _attend_heads(parts[p, 0], parts[p, 1], fields)
+        attend_heads(parts[p, 0], parts[p, 1], fields)
 
 
 @helper
 def _attend_step(step, bases):
     """Compute the heads of an attention from `COLUMNS` on, for queries (samples, heads, queries, depth)."""
-    fields, sizes = np.empty(ATTEND_FIELDS, np.int64), TokenField.SIZES
+    fields, sizes = np.empty(ATTEND_FIELDS + 2 * GRID_FIELDS, np.int64), TokenField.SIZES
     key, value, mask = step[TokenField.STATE], step[TokenField.VALUES], step[TokenField.MASK]
     fields[0], fields[4] = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.OUT)
     fields[1], fields[2], fields[3] = bases[key], bases[value], bases[mask] if mask else 0
@@ -243,25 +205,42 @@ def _attend_step(step, bases):
         fields[14 + k] = bases[mask + 1 + k] if mask else 0
     fields[18], fields[19], fields[20] = step[sizes + 1], step[sizes + 2], bases[key + 1]
     fields[21], fields[22] = step[TokenField.ARGUMENT], step[TokenField.FACTOR]
-    _attend_heads(step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], fields)
+    if step[TokenField.CODE] == ATTEND:
+        attend_heads(step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], fields)
+        return
+    at = ATTEND_FIELDS
+    for first in (key, value):
+        for part in range(first + VARYING, first + 3 * VARYING, VARYING):
+            fields[at], fields[at + 1], fields[at + 2] = bases[part], bases[part + 2], bases[part + 3]
+            at += 3
+    attend_heads_of_integers(step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], fields)
+
+
+@helper
+def _entry(bases, state, n, h, j):
+    """Number of the row of a state for an entry, from its address on, in values."""
+    return n * bases[state + 2] + h * bases[state + 3] + j * bases[state + 4]
 
 
 @helper
 def _append(step, bases):
-    """Copy values (samples, heads, count, depth) to the end of a state."""
-    f, g, state, x = (
-        TokenField.SIZES,
-        TokenField.X_STRIDES,
-        step[TokenField.STATE],
-        address_of(bases, step, TokenField.X),
-    )
-    address, first = bases[state], bases[state + 1] - step[f + 2]
+    """Write values (samples, heads, count, depth) to the end of a state, as they are or rounded to integers."""
+    f, g, state = TokenField.SIZES, TokenField.X_STRIDES, step[TokenField.STATE]
+    x, first, depth = address_of(bases, step, TokenField.X), bases[state + 1] - step[f + 2], step[TokenField.ARGUMENT]
     for n in range(step[f]):
         for h in range(step[f + 1]):
             for j in range(step[f + 2]):
-                entry = n * bases[state + 2] + h * bases[state + 3] + (first + j) * bases[state + 4]
                 source = x + 4 * (n * step[g] + h * step[g + 1] + j * step[g + 2])
-                _transform(COPY, source, address + 4 * entry, step[TokenField.ARGUMENT])
+                target = _entry(bases, state, n, h, first + j)
+                if step[TokenField.CODE] == APPEND:
+                    _transform(COPY, source, bases[state] + 4 * target, depth)
+                    continue
+                scale, zero, grid = state + VARYING, state + 2 * VARYING, TokenField.GRID
+                store_row(
+                    source, depth, step[grid + 1], step[grid + 3], bases[state] + target,
+                    bases[scale] + 4 * _entry(bases, scale, n, h, first + j),
+                    bases[zero] + _entry(bases, zero, n, h, first + j),
+                )  # fmt: skip
 
 
 @compiled("i64* i i64*")
@@ -274,9 +253,9 @@ def run(steps, count, bases):
             _linear(step, bases)
         elif step[0] == ROUNDED_LINEAR:
             _rounded_linear(step, bases)
-        elif step[0] == APPEND:
+        elif step[0] == APPEND or step[0] == APPEND_INTEGERS:
             _append(step, bases)
-        elif step[0] == ATTEND:
+        elif step[0] == ATTEND or step[0] == ATTEND_TO_INTEGERS:
             _attend_step(step, bases)
         else:
             _pointwise(step, bases)

@@ -15,6 +15,7 @@ LANES = 16
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT32 = ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
+BYTES = ir.VectorType(INT8, LANES)
 
 LOG2E = 1.4426950408889634
 """exp(x) is 2**(x * LOG2E)."""
@@ -118,7 +119,7 @@ def nearest(b: Any, x: Any) -> Any:
 
 def rounded(b: Any, x: Any) -> Any:
     """Round floats from 0 to 255 to uint8."""
-    return b.trunc(nearest(b, x), ir.VectorType(INT8, LANES))
+    return b.trunc(nearest(b, x), BYTES)
 
 
 def reduced(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:

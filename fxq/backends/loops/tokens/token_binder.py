@@ -18,6 +18,7 @@ from fxq.backends.loops.tokens.program_check import (
     MIN_ROUNDED_AGREEMENT_DB,
     ProgramCheck,
 )
+from fxq.backends.loops.tokens.stored_states import state_node, stored_state
 from fxq.backends.loops.tokens.token_attention import CacheAttention, TokenAttention, cache_attention
 from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.backends.loops.tokens.token_program_builder import MAX_VALUES, TokenProduct, TokenProgramBuilder
@@ -96,6 +97,10 @@ class TokenBinder(Binder):
         self._repeated: dict[str, fx.Node] = {}  # first node of each repetition, by its code
         self._first: dict[fx.Node, fx.Node] = {}  # first node that repeats what a node repeats
         self._of_graph: list[BoundLine] = []  # lines without programs
+        stored = {node: state for node in gm.graph.nodes if (state := stored_state(node)) is not None}
+        self._stored = stored  # states in integers, by the node of their rows
+        self._parts = {part: (node, k) for node, of in stored.items() for k, part in enumerate(of.appends)}
+        self._inner = {part for state in stored.values() for part in state.inner}
         self.checked: set[fx.Node] = set()  # whose shape is the same in all calls
         self._is_repeatable = True  # whether no call has side effects or draws random numbers
 
@@ -121,7 +126,9 @@ class TokenBinder(Binder):
             self.products[node] = product
         value = super().compute(node)
         self.kinds[node] = value_kind(value)
-        if isinstance(value, Tensor) and (value.numel() <= MAX_VALUES or is_op(node, _ATTENTION, "append")):
+        if isinstance(value, Tensor) and (
+            value.numel() <= MAX_VALUES or is_op(node, _ATTENTION, "append", "quantized_rows")
+        ):
             self._results[node] = value
         return value
 
@@ -176,10 +183,11 @@ class TokenBinder(Binder):
         return joined if attend else None
 
     def _without_unread(self, lines: list[BoundLine]) -> list[BoundLine]:
-        """Lines without those that round the input of layers, if programs do it."""
+        """Lines without those that round inputs of layers, or entries of states, if programs do it."""
         kept, read = list[BoundLine](), set[str]()
         for line in reversed(lines):
-            if not _is_rounding(self.gm, line.node) or not read.isdisjoint(line.writes):
+            is_rounding = self._is_inner(line.node) or state_node(line.node) is not line.node
+            if not is_rounding or not read.isdisjoint(line.writes):
                 kept.append(line)
                 read.update(line.reads)
         return kept[::-1]
@@ -202,20 +210,39 @@ class TokenBinder(Binder):
                 self.constants[line.writes[0]] = self.known[node]
                 continue
             is_movable = self._is_movable(node)
-            layer = self.products.get(node)
-            needs = reads if layer is None else {layer.x}
+            needs = self._needs(node, reads)
             if not is_movable or (not needs.isdisjoint(segment.waiting) and self._is_step(node)):
                 yield from self._closed(segment)
                 segment = _Segment(self._builder())
             if not is_movable:
                 yield line
-            elif needs.isdisjoint(segment.waiting) and segment.builder.add(node):
+            elif needs.isdisjoint(segment.waiting) and self._is_added(node, segment):
                 segment.lines[node] = line
             elif reads.isdisjoint(segment.lines) and reads.isdisjoint(segment.waiting):
                 yield self._attending(line)
             else:
                 segment.waiting[node] = self._attending(line)
         yield from self._closed(segment)
+
+    def _needs(self, node: fx.Node, reads: set[fx.Node]) -> set[fx.Node]:
+        """Nodes that a program has to have the values of, or the states, to compute this one."""
+        if node in self.products:
+            return {self.products[node].x}
+        if node in self._stored:
+            return {self._stored[node].new}
+        attention = self._cache_attention(node) if self.joins and is_op(node, _ATTENTION) else None
+        if attention is None:
+            return reads
+        of_states = {state_node(attention.key), state_node(attention.value)}
+        return {attention.query, *of_states, *([] if attention.mask is None else [attention.mask])}
+
+    def _is_added(self, node: fx.Node, segment: _Segment) -> bool:
+        """Add a node to the program of a segment, if that is possible.
+
+        A state in integers is not added if a line before the program has appended to it.
+        """
+        state = self._stored.get(node)
+        return (state is None or segment.waiting.keys() >= set(state.appends)) and segment.builder.add(node)
 
     def _is_movable(self, node: fx.Node) -> bool:
         """Whether a node may run later: an op of the table, a kernel of float activations, or a function of numbers."""
@@ -225,8 +252,8 @@ class TokenBinder(Binder):
         return is_op or is_kernel or self.kinds.get(node, ("", None))[0] == "plain"
 
     def _is_step(self, node: fx.Node) -> bool:
-        """Whether a node may become part of a program."""
-        return self._builder().add(node)
+        """Whether a node may become part of a program that begins with it."""
+        return node not in self._stored and self._builder().add(node)
 
     def _builder(self) -> TokenProgramBuilder:
         module = loops("token_loops")
@@ -293,13 +320,14 @@ class TokenBinder(Binder):
             reads = tuple(self.names[node] for node in (*builder.inputs, *builder.pasts, *builder.masks))
             writes = tuple(self.names[node] for node in results)
             rounds = any(node in self.products and self.products[node].grid for node in nodes)
-            self.rounds = self.rounds or rounds
-            of_rounding = MIN_JOINED_AGREEMENT_DB if program.attends else MIN_ROUNDED_AGREEMENT_DB
-            name = self._checked(program, results, of_rounding if rounds else MIN_AGREEMENT_DB)
+            stores = any(node in self._stored for node in nodes)
+            self.rounds = self.rounds or rounds or stores
+            least = MIN_ROUNDED_AGREEMENT_DB if rounds or stores else MIN_AGREEMENT_DB
+            name = self._checked(program, results, MIN_JOINED_AGREEMENT_DB if rounds and program.attends else least)
             self.checks[name].new = [*[None] * len(outputs), *(builder.new_entries(node) for node in builder.states)]
             text = f"{', '.join(writes)} = {name}({', '.join(reads)})"
             yield BoundLine(results[-1], text, reads, writes)
-            yield from segment.waiting.values()
+            yield from (self._read_part(line, nodes) for line in segment.waiting.values())
         else:
             unchecked = [node for node in builder.inputs if node not in self.checked]
             shapes = tuple(torch.Size(self.kinds[node][1][0]) for node in unchecked)
@@ -314,9 +342,22 @@ class TokenBinder(Binder):
 
     def _is_covered(self, user: fx.Node, nodes: Mapping[fx.Node, BoundLine]) -> bool:
         """Whether a reader of a value needs no tensor if a program computes these nodes."""
-        if user in nodes or _reads_metadata(user):
+        if user in nodes or _reads_metadata(user) or (user in self._parts and self._parts[user][0] in nodes):
             return True
-        return _is_rounding(self.gm, user) and all(self._is_covered(reader, nodes) for reader in user.users)
+        return self._is_inner(user) and all(self._is_covered(reader, nodes) for reader in user.users)
+
+    def _is_inner(self, node: fx.Node) -> bool:
+        """Whether a node only rounds inputs of layers, or entries of states, or reads a part of the result."""
+        return node in self._inner or _is_rounding(self.gm, node)
+
+    def _read_part(self, line: BoundLine, nodes: Mapping[fx.Node, BoundLine]) -> BoundLine:
+        """Line that reads a part of a state in integers which a program of these nodes returns; other lines stay."""
+        state, part = self._parts.get(line.node, (None, 0))
+        if state is None or state not in nodes:
+            return line
+        return BoundLine(
+            line.node, f"{line.writes[0]} = {self.names[state]}.parts[{part}]", (self.names[state],), line.writes
+        )
 
     def _attending(self, line: BoundLine) -> BoundLine:
         """Line of an attention that a loop computes, if its options allow; otherwise the line as it is.

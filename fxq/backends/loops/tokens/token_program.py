@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.common.appending import extended
+from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.row_memory import RowMemory
 from fxq.runtime.growing import OtherInputsError
 
 GROWING_AXIS = 2
@@ -20,19 +22,69 @@ GROWING_AXIS = 2
 
 
 class StateForm(NamedTuple):
-    """Sizes of a state, float32 (samples, heads, length, depth), and of what a program appends to it.
+    """Sizes of a state, (samples, heads, length, depth), and of what a program appends to it.
 
     Attributes:
         samples: size of the first axis.
         heads: size of the second axis.
         depth: size of the last axis.
         new: number of new entries.
+        in_integers: whether the state is `QuantizedRows` of uint8; else it is float32.
     """
 
     samples: int
     heads: int
     depth: int
     new: int
+    in_integers: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors that hold the state."""
+        return 3 if self.in_integers else 1
+
+    def length_of(self, state: Any) -> int:
+        """Length of a state before the new entries.
+
+        Raises:
+            OtherInputsError: it has another form, or needs a gradient.
+        """
+        if self.in_integers and type(state) is QuantizedRows and state.memory is not None:
+            if state.memory.sizes != (self.samples, self.heads, self.depth):
+                raise OtherInputsError
+            return state.shape[GROWING_AXIS]
+        parts = state.parts if type(state) is QuantizedRows else (state,)
+        dtypes = (torch.uint8, torch.float32, torch.uint8) if self.in_integers else (torch.float32,)
+        if len(parts) != len(dtypes):
+            raise OtherInputsError
+        length = 0
+        for part, dtype, depth in zip(parts, dtypes, (self.depth, 1, 1), strict=False):
+            if type(part) is not Tensor or part.dtype is not dtype or part.requires_grad or part.dim() != 4:
+                raise OtherInputsError
+            n, h, length, d = part.shape
+            if (n, h, d) != (self.samples, self.heads, depth) or length != parts[0].shape[GROWING_AXIS]:
+                raise OtherInputsError
+        return length
+
+    def continued(self, state: Any) -> tuple[Tensor, list[int]]:
+        """State with room for the new entries, and the integers that describe it, see `token_loops.VARYING`.
+
+        The values of a row are side by side in memory, and so are the scales and zero points of the rows of a head.
+        """
+        if not self.in_integers:
+            floats = extended(state if state.stride(3) == 1 else state.contiguous(), self.new, GROWING_AXIS)
+            return floats, [floats.data_ptr(), floats.shape[GROWING_AXIS], *floats.stride()[:3]]
+        memory, length = state.memory, state.shape[GROWING_AXIS] + self.new
+        if memory is not None and memory.claims(length - self.new, self.new):
+            return memory.state(length), memory.numbers(length)
+        axes = zip(state.parts, (3, 2, 2), strict=True)
+        past = [part if part.stride(axis) == 1 else part.contiguous() for part, axis in axes]
+        parts = [extended(part, self.new, GROWING_AXIS) for part in past]
+        memory = RowMemory.of(parts)
+        if memory is not None:
+            return memory.state(length), memory.numbers(length)
+        numbers = [number for part in parts for number in (part.data_ptr(), length, *part.stride()[:3])]
+        return QuantizedRows(*parts), numbers
 
 
 class MaskForm(NamedTuple):
@@ -72,20 +124,13 @@ class GrowingInputs:
         if len(joined) > 1:
             self.equal.append(joined)
 
-    def lengths(self, pasts: Sequence[Tensor]) -> list[int]:
+    def lengths(self, pasts: Sequence[Any]) -> list[int]:
         """Lengths of states with their new entries.
 
         Raises:
             OtherInputsError: a state has other sizes or another dtype, or needs a gradient.
         """
-        lengths = list[int]()
-        for past, (samples, heads, depth, new) in zip(pasts, self.states, strict=True):
-            if type(past) is not Tensor or past.dtype is not torch.float32 or past.requires_grad or past.dim() != 4:
-                raise OtherInputsError
-            n, h, length, d = past.shape
-            if n != samples or h != heads or d != depth:
-                raise OtherInputsError
-            lengths.append(length + new)
+        lengths = [form.length_of(past) + form.new for past, form in zip(pasts, self.states, strict=True)]
         if any(len({lengths[state] for state in group}) > 1 for group in self.equal):
             raise OtherInputsError
         return lengths
@@ -107,10 +152,9 @@ class GrowingInputs:
             numbers += mask.data_ptr(), *strides
         return numbers
 
-    def extended(self, pasts: Sequence[Tensor]) -> list[Tensor]:
-        """States with room for the new entries, whose last axis has a stride of 1."""
-        rows = [past if past.stride(3) == 1 else past.contiguous() for past in pasts]
-        return [extended(past, form.new, GROWING_AXIS) for past, form in zip(rows, self.states, strict=True)]
+    def place(self, state: int) -> int:
+        """Number of tensors that hold the states before this one."""
+        return sum(form.tensors for form in self.states[:state])
 
 
 class TokenProgram:
@@ -143,7 +187,7 @@ class TokenProgram:
     ) -> None:
         self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, kept
         self._outputs, self._growing = [torch.Size(shape) for shape in outputs], growing
-        numbers = loops.VARYING * (len(growing.states) + len(growing.masks))
+        numbers = loops.VARYING * (growing.place(len(growing.states)) + len(growing.masks))
         self._bases = ctypes.c_int64 * (2 + len(inputs) + len(outputs) + numbers)
         self._loops, self._steps, self._parts = loops, steps, parts
         self._job, self._threads, self._tables = self._divided(usable_threads())
@@ -151,13 +195,14 @@ class TokenProgram:
     @property
     def attends(self) -> bool:
         """Whether a step computes an attention."""
-        return bool((self._steps[:, self._loops.TokenField.CODE] == self._loops.ATTEND).any())
+        codes = self._steps[:, self._loops.TokenField.CODE].tolist()
+        return self._loops.ATTEND in codes or self._loops.ATTEND_TO_INTEGERS in codes
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return the outputs as a list, and after them the states with their new entries; one result as it is.
 
         Args:
-            inputs: the inputs, then the states, then the masks.
+            inputs: the inputs, then the states, then the masks. A state in integers is `QuantizedRows`.
 
         Raises:
             OtherInputsError: an input has another shape or dtype, or needs a gradient.
@@ -166,16 +211,16 @@ class TokenProgram:
         pasts, masks = inputs[count : count + len(growing.states)], inputs[count + len(growing.states) :]
         held = []
         for x, shape in zip(inputs[:count], self._inputs, strict=True):
-            if x.shape != shape or x.dtype is not torch.float32 or x.requires_grad:
+            if x.shape != shape or x.dtype is not torch.float32 or x.requires_grad or type(x) is QuantizedRows:
                 raise OtherInputsError
             held.append(x if x.is_contiguous() else x.contiguous())
         states, numbers = list[Tensor](), list[int]()
         if pasts:
-            lengths = growing.lengths(pasts)
-            numbers = growing.masks_as_integers(masks, lengths)
-            states = growing.extended(pasts)
-            for state, length in zip(states, lengths, strict=True):
-                numbers += state.data_ptr(), length, *state.stride()[:3]
+            numbers = growing.masks_as_integers(masks, growing.lengths(pasts))
+            for past, form in zip(pasts, growing.states, strict=True):
+                state, of_state = form.continued(past)
+                states.append(state)
+                numbers += of_state
         memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         outputs = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self._outputs]
         addresses = [x.data_ptr() for x in held] + [y.data_ptr() for y in outputs]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxq.backends.loops.tokens.stored_states import state_node, stored_state
 from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttention
 from fxq.backends.loops.tokens.token_program import GROWING_AXIS, GrowingInputs, MaskForm, StateForm, TokenProgram
 from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
@@ -51,7 +52,7 @@ class _Step:
 
     Attributes:
         code: what it computes, such as `token_loops.ADD`.
-        out: where it writes; None for APPEND.
+        out: where it writes; None for a step that appends to a state.
         operands: what it reads.
         fields: further integers, by `token_loops.TokenField`.
         parts: parts for a number of threads, see `TokenProgram`; None: it is not divided.
@@ -126,7 +127,7 @@ class TokenProgramBuilder:
         """Add a node. Returns whether that is possible; if not, nothing has changed."""
         before = len(self.inputs), len(self._sizes), len(self._steps)
         try:
-            is_added = self._append(node) if is_op(node, "append") else self._add_value(node)
+            is_added = self._append(node) if is_op(node, "append", "quantized_rows") else self._add_value(node)
         except KeyError:
             is_added = False
         if not is_added:
@@ -263,33 +264,45 @@ class TokenProgramBuilder:
 
     def _append(self, node: fx.Node) -> bool:
         """Add a step that writes new entries (samples, heads, count, depth) to a state. Returns whether it can."""
-        if self.attention is None:
+        stored, is_floats = stored_state(node), is_op(node, "append")
+        if self.attention is None or (stored is None and not is_floats):
             return False
-        past, x = argument(node, "past"), self._operand(argument(node, "new"))
-        is_long = x is not None and len(x.shape) == 4 and options_of(node)["dim"] in (GROWING_AXIS, GROWING_AXIS - 4)
+        past, new = (argument(node, "past"), argument(node, "new")) if stored is None else (stored.past, stored.new)
+        if is_op(past, "state_integers", "state_scale", "state_zero_point"):
+            return False
+        x, dim = self._operand(new), options_of(node)["dim"] if stored is None else stored.dim
+        is_long = x is not None and len(x.shape) == 4 and dim in (GROWING_AXIS, GROWING_AXIS - 4)
         if x is None or not is_long or not isinstance(past, fx.Node) or past in self.values or past in self.states:
             return False
         samples, heads, count, depth = x.shape
-        if depth > 1 and x.strides[3] != 1:
+        if (depth > 1 and x.strides[3] != 1) or (stored is not None and depth % self.loops.TILE_COLUMNS):
             return False
         self.states[node] = len(self.pasts)
         self.pasts.append(past)
-        self._growing.states.append(StateForm(samples, heads, depth, count))
+        self._growing.states.append(StateForm(samples, heads, depth, count, stored is not None))
         fields = self._fields(SIZES=(samples, heads, count), X_STRIDES=x.strides[:3], ARGUMENT=(depth,))
-        self._steps.append(_Step(self.loops.APPEND, None, (x,), fields, states=(self.states[node],)))
+        code = self.loops.APPEND
+        if stored is not None:
+            code = self.loops.APPEND_INTEGERS
+            fields |= self._fields(GRID=(0, stored.steps, 0, stored.qmax))
+        self._steps.append(_Step(code, None, (x,), fields, states=(self.states[node],)))
         return True
 
     def _attend(self, node: fx.Node, shape: tuple[int, ...]) -> TokenValue | None:
         attention = None if self.attention is None else self.attention(node)
-        if attention is None or attention.key not in self.states or attention.value not in self.states:
+        nodes = () if attention is None else (state_node(attention.key), state_node(attention.value))
+        if attention is None or not self.states.keys() >= set(nodes):
             return None
-        query, states = self._operand(attention.query), (self.states[attention.key], self.states[attention.value])
+        query, states = self._operand(attention.query), tuple(self.states[node] for node in nodes)
         forms = [self._growing.states[state] for state in states]
         if query is None or len(query.shape) != 4 or query.strides[3] != 1 or query.shape[2] > MAX_QUERIES:
             return None
         samples, heads, queries, depth = query.shape
         sizes = samples, heads, depth
-        if any(form[:3] != sizes for form in forms) or depth % self.loops.TILE_COLUMNS:
+        in_integers = forms[0].in_integers
+        if any((form[:3], form.in_integers) != (sizes, in_integers) for form in forms):
+            return None
+        if depth % self.loops.TILE_COLUMNS:
             return None
         self._growing.must_be_equal(*states)
         mask = (
@@ -302,7 +315,8 @@ class TokenProgramBuilder:
         )  # fmt: skip
         out = self._new(shape)
         parts = partial(_head_parts, samples * heads)
-        self._steps.append(_Step(self.loops.ATTEND, out, (query,), fields, parts, states, mask))
+        code = self.loops.ATTEND_TO_INTEGERS if in_integers else self.loops.ATTEND
+        self._steps.append(_Step(code, out, (query,), fields, parts, states, mask))
         return out
 
     def _mask(self, node: fx.Node, form: MaskForm) -> int:
@@ -364,7 +378,7 @@ class TokenProgramBuilder:
     def _indices(self, step: _Step, outputs: int) -> dict[int, int]:
         """Where the integers of the states and of the mask of a step are among the bases."""
         first, size, masks = 2 + len(self.inputs) + outputs, self.loops.VARYING, len(self.masks)
-        states = [first + size * (masks + state) for state in step.states]
+        states = [first + size * (masks + self._growing.place(state)) for state in step.states]
         return self._fields(STATE=states, MASK=() if step.mask is None else (first + size * step.mask,))
 
     def _places(self, of_buffer: Mapping[int, int]) -> tuple[list[Place], int]:

@@ -13,6 +13,7 @@ from fxq.backends.loops.code.compiler import loops
 from fxq.backends.loops.tokens.token_program import GrowingInputs, MaskForm, StateForm, TokenProgram
 from fxq.backends.loops.tokens.token_program_builder import workspace_offsets
 from fxq.common.metrics import sqnr
+from fxq.quant.quantized_rows import QuantizedRows
 from fxq.runtime.growing import OtherInputsError
 from tests.backends.loops.tokens.test_token_binder import call, programs
 from tests.support.bound import plain
@@ -144,15 +145,6 @@ def test_states_of_other_lengths_are_refused_as_by_the_graph():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of seven tokens in turn
 
 
-def test_states_that_a_recipe_stores_in_integers_stay_out_of_programs():
-    recipe = fxq.Recipe.weight_only(state=fxq.TensorSpec(per="row", range="dynamic"))
-    qmodel = quantized(recipe)
-    got, wanted = generated(qmodel, call), generated(qmodel, plain)
-    assert all(not program.attends for program in programs(qmodel))
-    for ours, theirs in zip(got[::5], wanted[::5], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # float32 rounding of seven tokens in turn
-
-
 def test_forms_of_states_and_masks_are_checked():
     growing = GrowingInputs([StateForm(1, 2, 4, 1)] * 3, [MaskForm(1, 2, 1, 0)])
     growing.must_be_equal(0, 1)
@@ -161,6 +153,7 @@ def test_forms_of_states_and_masks_are_checked():
     growing.must_be_equal(1, 2)
     assert growing.equal == [{0, 1, 2}]
     wrong = [ok, [ok[0].double(), *ok[1:]], [ok[0][0], *ok[1:]], [ok[0][:, :, :0], *ok[1:]], [ok[0][:, :1], *ok[1:]]]
+    wrong.append([QuantizedRows(ok[0].byte(), ok[0][..., :1], ok[0][..., :1].byte()), *ok[1:]])
     for pasts in wrong:
         with pytest.raises(OtherInputsError):
             growing.lengths(pasts)

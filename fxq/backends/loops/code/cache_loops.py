@@ -1,0 +1,165 @@
+"""Loops over caches of keys and values: attention of a few queries, and new rows of a cache in integers.
+
+A cache in integers has a scale and a zero point for each row, of a token and a head. Rows are rounded as by the ops
+`choose_scale`, `state_zero_point` and `quantize`, bit by bit. Attention multiplies with the integers as floats, and
+applies scales and zero points to the sums: query @ key = scale * (query @ integers - zero point * sum(query)).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
+
+from fxq.backends.loops.code.attention_code import (
+    QUERIES_AT_ONCE,
+    TILE_COLUMNS,
+    exponentials,
+    one_row,
+    rows_of_integers,
+)
+from fxq.backends.loops.code.compiler import helper
+from fxq.backends.loops.code.memory_loops import bytes_, floats
+from fxq.backends.loops.code.row_loops import ends_of_row
+from fxq.backends.loops.code.token_code import KEY_QUERIES, integer_key_products, key_products
+from fxq.backends.loops.code.vectors import LANES
+from fxq.quant.dynamic_grid import MIN_SCALE
+
+_f, _i, _exact = np.float32, np.int32, np.float64
+
+
+ATTEND_FIELDS = 23
+"""Number of integers that describe an attention, see `token_loops.attend`."""
+GRID_FIELDS = 6
+"""Number of further integers for keys in integers, and for values: address of the scales, float32 (samples, heads,
+keys), and strides of their first two axes; and so for the zero points, uint8. Those of a head are side by side."""
+
+
+@helper
+def _hide(scores, mask, stride, keys):
+    """Set the scores of keys to minus infinity if their byte of the mask is 0."""
+    for j in range(keys):
+        if carray(bytes_(mask + j * stride), 1)[0] == 0:
+            scores[j] = -np.inf
+
+
+@helper
+def _scale(query, scale, scaled):
+    """Write a query, from its address, times a number."""
+    values = carray(floats(query), len(scaled))
+    for j in range(len(scaled)):
+        scaled[j] = values[j] * scale
+
+
+@helper
+def attend_heads(first, end, fields):
+    """Compute some heads of an attention, see `token_loops.attend`. Heads of all samples are numbered in order."""
+    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
+    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    scale = carray(floats(fields[22]), 1)[0]
+    padded = (keys + LANES - 1) // LANES * LANES
+    scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
+    for head in range(first, end):
+        n, h = head // heads, head % heads
+        k, v = key + 4 * (n * strides[3] + h * strides[4]), value + 4 * (n * strides[6] + h * strides[7])
+        for i in range(queries):
+            _scale(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2]), scale, scaled)
+            key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
+            if mask:
+                _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
+            scores[keys:] = -np.inf
+            exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
+            factor = _f(0) if total[0] == 0 else _f(1) / total[0]
+            for j in range(keys):
+                scores[j] *= factor
+            target = out + 4 * depth * ((n * heads + h) * queries + i)
+            for j in range(0, depth, TILE_COLUMNS):
+                one_row(scores.ctypes.data, 0, v + 4 * j, 4 * strides[8], keys, target + 4 * j, 0)
+    scores[0] = scaled[0] + total[0]  # keeps the arrays alive until here, as only their addresses are used
+
+
+@helper
+def _grid_of(fields, at, n, h):
+    """Addresses of the scales and of the zero points of a head, see `GRID_FIELDS`."""
+    scale = fields[at] + 4 * (n * fields[at + 1] + h * fields[at + 2])
+    return scale, fields[at + 3] + n * fields[at + 4] + h * fields[at + 5]
+
+
+@helper
+def _weights_of_rows(scores, keys, scale, zero, total):
+    """Turn exponentials, whose sum is `total`, into factors of integers. Return what zero points add to the sums."""
+    steps, zeros, shift = carray(floats(scale), keys), carray(bytes_(zero), keys), _f(0)
+    factor = _f(0) if total == 0 else _f(1) / total
+    for j in range(keys):
+        scores[j] *= factor * steps[j]
+    for j in range(keys):
+        shift += scores[j] * _f(zeros[j])
+    return shift
+
+
+@helper
+def attend_heads_of_integers(first, end, fields):
+    """Compute some heads of an attention to keys and values in integers.
+
+    `fields` are those of `token_loops.attend`, for key and value in uint8, and then twice `GRID_FIELDS`.
+    """
+    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
+    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    scale = carray(floats(fields[22]), 1)[0]
+    padded = (keys + LANES - 1) // LANES * LANES
+    scores, scaled = np.empty((QUERIES_AT_ONCE, padded), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
+    sums, total, shifts = np.empty(QUERIES_AT_ONCE, _f), np.empty(1, _f), np.empty(QUERIES_AT_ONCE, _f)
+    for head in range(first, end):
+        n, h = head // heads, head % heads
+        k, v = key + n * strides[3] + h * strides[4], value + n * strides[6] + h * strides[7]
+        key_scale, key_zero = _grid_of(fields, ATTEND_FIELDS, n, h)
+        value_scale, value_zero = _grid_of(fields, ATTEND_FIELDS + GRID_FIELDS, n, h)
+        for i in range(0, queries, QUERIES_AT_ONCE):
+            count = min(QUERIES_AT_ONCE, queries - i)
+            for r in range(count):
+                _scale(query + 4 * (n * strides[0] + h * strides[1] + (i + r) * strides[2]), scale, scaled[r])
+                sums[r] = scaled[r].sum()
+            for r in range(0, count, KEY_QUERIES):
+                integer_key_products(
+                    min(KEY_QUERIES, count - r), scaled.ctypes.data + 4 * depth * r, sums.ctypes.data + 4 * r, k,
+                    strides[5], key_scale, key_zero, keys, depth // LANES, scores.ctypes.data + 4 * padded * r,
+                    4 * padded,
+                )  # fmt: skip
+            for r in range(count):
+                row = scores[r]
+                if mask:
+                    _hide(row, mask + n * strides[9] + h * strides[10] + (i + r) * strides[11], strides[12], keys)
+                row[keys:] = -np.inf
+                exponentials(row.ctypes.data, padded // LANES, total.ctypes.data)
+                shifts[r] = _weights_of_rows(row, keys, value_scale, value_zero, total[0])
+            target = out + 4 * depth * ((n * heads + h) * queries + i)
+            for j in range(0, depth, TILE_COLUMNS):
+                rows_of_integers(
+                    count, scores.ctypes.data, 4 * padded, v + j, strides[8], keys, target + 4 * j, 4 * depth
+                )
+            for r in range(count):
+                result = carray(floats(target + 4 * depth * r), depth)
+                result -= shifts[r]
+    scores[0, 0] = scaled[0, 0] + sums[0] + total[0]  # keeps the arrays alive, as only their addresses are used
+
+
+@helper
+def store_row(x, depth, steps, qmax, integers, scale, zero):
+    """Round a row of floats to its own affine grid: `depth` values at the address `x` to uint8 at `integers`.
+
+    The scale is written to the address `scale`, the zero point to `zero`. Rows with NaN or infinity have no grid: their
+    scale is NaN or infinity, and all else 0.
+    """
+    values, target, ends = carray(floats(x), depth), carray(bytes_(integers), depth), np.empty(2, _i)
+    ends[0], ends[1] = ends_of_row(values.view(_i))
+    low, high = ends.view(_f)
+    inverse = _f(_exact(1) / _exact(steps))
+    # PyTorch rounds the product and the sum once. In float64 the product is exact, with and without such instructions.
+    step = _f(_exact(high / _f(steps)) - _exact(low) * _exact(inverse))
+    step = _f(MIN_SCALE) if step < _f(MIN_SCALE) else step
+    middle = -np.floor(low / step)
+    middle = middle if middle == middle else _f(0)
+    for j in range(depth):
+        value = np.rint(values[j] / step) + middle
+        value = value if value > _f(0) else _f(0)  # NaN becomes 0
+        target[j] = np.uint8(_i(_f(qmax) if value > _f(qmax) else value))
+    carray(floats(scale), 1)[0], carray(bytes_(zero), 1)[0] = step, np.uint8(_i(middle))
