@@ -169,7 +169,7 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
     """Weights and other constants of the programs of a model, by plain name.
 
     Raises:
-        ExportError: activations are quantized, or two programs have weights of their own.
+        ExportError: activations are quantized, weights have corrections, or two programs have weights of their own.
     """
     weights: dict[str, GridWeight | Tensor] = {}
     for program in _programs(model):
@@ -180,6 +180,11 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
                 raise ExportError(
                     f"{info(node).path or node.name}: activations or caches are in integers, and the format holds "
                     'weights alone. Quantize with "weight_only".'
+                )
+            if info(node).corrects:
+                raise ExportError(
+                    f"{info(node).path}: its weight has a low-rank correction, which the format cannot hold. Quantize "
+                    "without the pass low-rank."
                 )
             stands_for, stored = info(node).stands_for, integer_weight(gm, node)
             value: GridWeight | Tensor | None = None

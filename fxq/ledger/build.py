@@ -51,9 +51,12 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         errors = measure(original, gm, node_rows, measured_with(context), edges.read)
     remedies = Remedies(edges, entries)
     lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}
-    costs = {w.runs[0]: w.cost for w in workers if w.runs}
+    costs = {w.runs[0]: w.cost for w in reversed(workers) if w.runs}
     first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # the row that reports the size of the kernel
-    sizes = {name: _weight_sizes(gm, node) for node, name in first.items()}
+    sizes: dict[str, tuple[int, int]] = {}
+    for node, name in first.items():
+        (values, size), (more_values, more) = sizes.get(name, (0, 0)), _weight_sizes(gm, node)
+        sizes[name] = values + more_values, size + more
     entries = [replace(e, remedy=lines.get(e.name, ""), **_size_columns(*sizes.get(e.name, (0, 0)))) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, errors, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, errors.values, context.scaled)
@@ -79,6 +82,7 @@ class _Worker:
         cost: times of its ops, if they were measured.
         runs: names of the ops that it runs, in execution order.
         absorbs: names of the ops that were folded into the weights of these.
+        inside: ops that the node calls for these.
     """
 
     node: fx.Node
@@ -86,6 +90,7 @@ class _Worker:
     cost: Cost | None
     runs: tuple[str, ...]
     absorbs: tuple[str, ...]
+    inside: tuple[str, ...] = ()
 
 
 def _workers(
@@ -108,11 +113,11 @@ def _workers(
             node_info.plan.cost if node_info.plan is not None else None,
         )
         if not values or len(origins) != len(inside):
-            yield _Worker(node, decision, cost, *_ops_of(origins, inside, original))
+            yield _Worker(node, decision, cost, *_ops_of(origins, inside, original), inside)
             return
         decisions = [(decision, cost), *[(decision, None)] * (len(origins) - 1)]
     for part, op, (decision, cost) in zip(origins, inside, decisions, strict=True):
-        yield _Worker(values.get(part, node), decision, cost, *_ops_of((part,), (op,), original))
+        yield _Worker(values.get(part, node), decision, cost, *_ops_of((part,), (op,), original), (op,))
 
 
 def _ops_of(
@@ -186,7 +191,8 @@ def _entry(op: FloatModelOp, workers: Sequence[_Worker], absorber: _Worker | Non
         return replace(plain, reason="converts between floats and integers")
     if not workers:
         return replace(plain, reason=op.gone or "has no effect on the output")
-    worker = min(workers, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
+    own = [worker for worker in workers if op.op in worker.inside] or workers  # others add a correction to it
+    worker = min(own, key=lambda w: SPLIT_OP_PRECISIONS.index(w.decision.precision))
     decision, into = worker.decision, workers[-1].node.name
     plain = replace(plain, precision=decision.precision, into=into, kind=decision.kind, decided_by=decision.decided_by)
     if decision.precision == "float":
