@@ -6,20 +6,22 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from itertools import dropwhile
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fxq.errors import RecipeError
-from fxq.graph.info import Decision, Plan, info, precision_of
+from fxq.graph.info import Decision, Plan, info
 from fxq.graph.region import integer_weight, is_weight_only
-from fxq.graph.unit import calls_of
+from fxq.graph.unit import Calls, calls_of
 from fxq.paired.integer_layers import IntegerLayer
 from fxq.paired.layer_fit import LayerFit, LayerInputs
 from fxq.paired.low_rank_factors import LowRankFactors, missing_weight, root_of
 from fxq.paired.output_error import OutputError
 from fxq.paired.paired_run import PairedRun
+from fxq.paired.reconstruction import Reconstruction
 from fxq.pipeline.context import Context
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig, TensorSpec
@@ -53,7 +55,8 @@ class LowRank(LayerFit):
         max_bits: maximum number of bits of the weights of the layers; layers with more bits stay as they are.
 
     Raises:
-        RecipeError: no linear layer of the model has more than `rank` inputs and outputs.
+        RecipeError: no linear layer of the model has more than `rank` inputs and outputs, or a later pass would choose
+            other integers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
@@ -82,6 +85,7 @@ class LowRank(LayerFit):
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Note which layers stay as they are, then correct the others, in order."""
+        _check_place(rewriter.context)
         layers = self.layers_by_node(rewriter.gm, rewriter.nodes())
         self._note_others(rewriter, layers)
         if rewriter.context.samples:
@@ -95,7 +99,7 @@ class LowRank(LayerFit):
 
     def takes(self, layer: IntegerLayer) -> bool:
         (node,) = layer.weight.users
-        takes = layer.is_linear and layer.grid.bits <= self.max_bits and precision_of(node) == "weight-only"
+        takes = layer.is_linear and layer.grid.bits <= self.max_bits and is_weight_only(node, Calls((layer.form.call,)))
         return takes and not _is_corrected(node) and self.rank < min(layer.real.shape)
 
     def fit(
@@ -107,7 +111,7 @@ class LowRank(LayerFit):
         error = OutputError(inputs.trusting(self.trust), layer.on_rows().weight)
         root = root_of(error)
         if root is None:
-            _note(rewriter, node, "no low-rank correction: its inputs are not finite")
+            _note(rewriter, node, "no low-rank correction: its inputs are too large, or not finite")
             return None
         factors = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
         if factors is not None:
@@ -149,6 +153,17 @@ class LowRank(LayerFit):
         if self.rank >= min(shape, default=0):
             return f"its weight is {' x '.join(map(str, shape))}, and rank is {self.rank}"
         return "its weight is shared with another layer"
+
+
+def _check_place(context: Context) -> None:
+    """Raise `RecipeError` if a later pass of the pipeline chooses other integers, whose errors are others."""
+    later = dropwhile(lambda step: not isinstance(step, LowRank), context.recipe.pipeline)
+    name = next((step.name for step in later if isinstance(step, Reconstruction)), None)
+    if name is not None:
+        raise RecipeError(
+            f"{LowRank.name} corrects the errors of integers that {name} would choose anew: insert it after {name}, "
+            f'recipe.insert_pass(fxq.passes.LowRank(), after="{name}").'
+        )
 
 
 _IS_CORRECTED = "corrected by a matrix of rank "

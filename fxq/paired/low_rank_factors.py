@@ -57,12 +57,12 @@ class LowRankFactors:
         rounded = integers * scale[:, None] if root is None else (integers * scale[:, None]) @ root
         up = torch.linalg.lstsq(rounded.mT, target.mT).solution.mT
         largest = up.abs().amax(0).clamp(min=_MIN_SCALE)
-        up_integers = (up / largest * _QMAX).round_()
+        up_integers, size = (up / largest * _QMAX).round_(), float(largest.log().mean().exp())
         return cls(
-            up_integers.to(torch.int8),
-            QParams.per_tensor(1 / _QMAX, 0, -_QMAX, _QMAX, torch.int8),
-            integers.to(torch.int8),
-            _by_row(scale * largest),
+            up_integers.to(torch.int8).contiguous(),
+            QParams.per_tensor(size / _QMAX, 0, -_QMAX, _QMAX, torch.int8),
+            integers.to(torch.int8).contiguous(),
+            _by_row(scale * (largest / size)),
         )
 
 

@@ -231,10 +231,10 @@ def stored_bits(quantized: Any) -> float | None:
         return quantized.bits
     # all programs of a language model share their weights
     program = quantized.programs.models[0] if hasattr(quantized, "programs") else quantized
-    kernels = {
-        entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
-    }
-    shared = {entry: getattr(kernel, "weight", None) for entry, kernel in kernels.items()}  # recurrent layers: none
+    kernels = dict(program.named_modules())
+    shared = {entry: getattr(kernels.get(f"fxq_kernels.{entry.into}"), "weight", None) for entry in program.ledger}
+    # recurrent layers have no weight of that name, and layers with a low-rank correction are never shared
+    shared = {entry: weight for entry, weight in shared.items() if entry.weight_bits}
     entries = {id(entry) if w is None else w.data_ptr(): entry for entry, w in shared.items()}.values()
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None
