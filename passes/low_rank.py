@@ -44,7 +44,7 @@ class LowRank(LayerFit):
     Other layers stay as they are, with a note in the ledger: convolutions, recurrent layers, embeddings, layers that
     share their weight, and layers with no more than `rank` inputs or outputs.
     Insert it after the integers are chosen: `recipe.insert_pass(fxq.passes.LowRank(), after="gptq")`. Checkpoints of
-    other tools (`save_pretrained`'s format, GPTQ) cannot hold the factors; ONNX files can.
+    other tools (GPTQ, compressed-tensors) cannot hold the factors; ONNX files can.
     Source: Zhang et al. 2024 (QERA, arXiv 2410.06040), theorem 1 (the factors of least output error); Zhang et al. 2024
     (LQER, arXiv 2402.02446), section 3 (a low-rank correction in 8 bits).
 
@@ -82,6 +82,10 @@ class LowRank(LayerFit):
     def applies(self, configs: Collection[QuantConfig]) -> bool:
         weights = [config.weight for config in configs if config.weight is not None and config.activation is None]
         return any(weight.format == "integer" and weight.bits <= self.max_bits for weight in weights)
+
+    def scratch_bytes(self, rows: tuple[int, int, int]) -> int:
+        _, outputs, inputs = rows
+        return 4 * (_SQUARES * inputs**2 + _COPIES * outputs * inputs + 3 * min(outputs, inputs) ** 2)
 
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Note which layers stay as they are, then correct the others, in order."""
@@ -166,6 +170,10 @@ def _check_place(context: Context) -> None:
         )
 
 
+_SQUARES = 6
+"""Matrices of inputs by inputs in memory: products and their errors, as sums, with trust and as means, and the root."""
+_COPIES = 8
+"""Tensors of the shape of a weight in memory: the weight, its grid, integers, errors, and the product of factors."""
 _IS_CORRECTED = "corrected by a matrix of rank "
 
 

@@ -76,7 +76,7 @@ def root_of(error: OutputError) -> Tensor | None:
 
 
 def missing_weight(rounded: Tensor, error: OutputError, root: Tensor) -> Tensor:
-    """What a rounded weight, (O, K), lacks to the weight of least output error, for the inputs of the quantized graph.
+    """Difference of the weight of least output error and a rounded weight, (O, K), on inputs of the quantized graph.
 
     Args:
         rounded: the weight that its integers represent, float32.

@@ -105,6 +105,7 @@ def test_the_ledger_counts_its_bits():
 
 
 @pytest.mark.any_cpu
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")  # ONNX Runtime rounds the inputs with default options
 def test_backends_files_and_onnx(tmp_path):
     x = correlated(64, 64, 50)
     qmodel = fxq.quantize(network(), corrected(rank=8), data=samples())
