@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -174,6 +174,8 @@ _SQUARES = 6
 """Matrices of inputs by inputs in memory: products and their errors, as sums, with trust and as means, and the root."""
 _COPIES = 8
 """Tensors of the shape of a weight in memory: the weight, its grid, integers, errors, and the product of factors."""
+FACTOR = TensorSpec(bits=8, signed=True, symmetric=True, observer="minmax")
+"""Spec of the factors. `down` has a scale for each row."""
 _IS_CORRECTED = "corrected by a matrix of rank "
 
 
@@ -205,8 +207,7 @@ def _write(rewriter: Rewriter[Context], node: fx.Node, factors: LowRankFactors |
         inner = rewriter.call("linear", x, down, None, like=node, before=end, name=f"{node.name}_down")
         outer = rewriter.call("linear", inner, up, None, like=node, before=end, name=f"{node.name}_up")
         for part, grid in ((inner, factors.down_grid), (outer, factors.up_grid)):
-            per = "tensor" if grid.axis is None else "channel"
-            spec = TensorSpec(bits=grid.bits, signed=True, symmetric=True, per=per, observer="minmax")
+            spec = replace(FACTOR, per="tensor" if grid.axis is None else "channel")
             plan = Plan(Decision("weight-only", decided_by=rewriter.name), weight=spec)
             rewriter.describe(part, plan=plan, note="")
         total = rewriter.call("add", node, outer, like=node, before=end, name=f"{node.name}_corrected")
@@ -223,7 +224,7 @@ def _weight(
     constant = rewriter.constant(integers, f"{name}_int8", before=before)
     by_row = grid.axis is not None
     scale = rewriter.constant(grid.scale, f"{name}_scale", before=before) if by_row else grid.s
-    options = {"scale": scale, "zero_point": 0, "qmin": grid.qmin, "qmax": grid.qmax, "axis": grid.axis}
+    options: dict[str, Any] = {"scale": scale, "zero_point": 0, "qmin": grid.qmin, "qmax": grid.qmax, "axis": grid.axis}
     typed = tuple(integers.shape), torch.float32
     dq = rewriter.call("dequantize", constant, before=before, name=f"{name}_dq", typed=typed, **options)
     rewriter.describe(dq, path=info(layer).path, source=info(layer).source, corrects=True)
