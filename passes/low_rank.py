@@ -152,7 +152,7 @@ class LowRank(LayerFit):
         """Why a weight-only layer is not corrected."""
         (call, *_) = calls_of(gm, node)
         if call.op.name != "linear":
-            return f"it is a {call.op.name}, and only linear layers have one"
+            return "only linear layers have one"
         shape = info(call.tensors["weight"]).shape or ()
         if self.rank >= min(shape, default=0):
             return f"its weight is {' x '.join(map(str, shape))}, and rank is {self.rank}"

@@ -139,6 +139,12 @@ class Several(nn.Module):
         return table, self.small(self.large(self.conv(y[:, None]).sum(1)))
 
 
+def test_a_recipe_that_is_saved_has_it(tmp_path):
+    recipe = corrected(rank=4, trust=2.0)
+    recipe.save(tmp_path / "r.toml")
+    assert fxq.Recipe.load(tmp_path / "r.toml") == recipe
+
+
 def test_others_stay_as_they_are_with_a_note():
     torch.manual_seed(0)
     recipe = corrected(rank=8)
@@ -148,9 +154,9 @@ def test_others_stay_as_they_are_with_a_note():
     qmodel = fxq.quantize(Several().eval(), recipe, data=data)
     reasons = {entry.path: entry.reason for entry in qmodel.ledger if entry.weight_values}
     assert reasons == {
-        "tied.table": "no low-rank correction: it is a embedding, and only linear layers have one",
+        "tied.table": "no low-rank correction: only linear layers have one",
         "tied.head": "no low-rank correction: its weight is shared with another layer",
-        "conv": "no low-rank correction: it is a conv1d, and only linear layers have one",
+        "conv": "no low-rank correction: only linear layers have one",
         "large": "corrected by a matrix of rank 8",
         "small": "no low-rank correction: its weight is 4 x 40, and rank is 8",
     }
