@@ -17,6 +17,7 @@ from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers
 from fxq.passes.insert_observers import InsertObservers
 from fxq.passes.insert_qdq import InsertQdq
 from fxq.passes.keep_small_values import KeepSmallValues
+from fxq.passes.low_rank import LowRank
 from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
 from fxq.passes.scale_channels import ScaleChannels
@@ -123,6 +124,7 @@ __all__ = [
     "InsertObservers",
     "InsertQdq",
     "KeepSmallValues",
+    "LowRank",
     "Lower",
     "Propagate",
     "ScaleChannels",

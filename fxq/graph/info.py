@@ -254,6 +254,8 @@ class NodeInfo(NamedTuple):
         origins: names of the traced ops that it represents.
         made_by: the pass and rule that created it, with the rule's source line; empty for traced nodes.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
+        corrects: whether it is an integer weight that corrects the rounding of another one, and stands for none. In the
+            float form of the graph it is 0.
         note: remark for the user.
         traced: memory of its value, and whether it was kept as the model calls it.
         fused: the ops inside a unit or kernel.
@@ -269,6 +271,7 @@ class NodeInfo(NamedTuple):
     origins: tuple[str, ...] = ()
     made_by: str = ""
     stands_for: str = ""
+    corrects: bool = False
     note: str = ""
     traced: TracedInfo = TracedInfo()
     fused: FusedInfo = FusedInfo()

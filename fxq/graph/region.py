@@ -295,11 +295,15 @@ def packing_of(value: fx.Node) -> Packing | None:
 
 
 def weight_sizes(gm: fx.GraphModule, node: fx.Node) -> tuple[int, int]:
-    """Number of values of the integer weights of a node, and their bytes with scales and zero points."""
+    """Number of values of the integer weights of a node, and their bytes with scales and zero points.
+
+    A weight that only corrects another one has bytes, and no values.
+    """
     values = size = 0
     for value in node.all_input_nodes:
         weight = integer_weight(gm, value)
         if weight is not None:
             tensors = (constant(gm, read) for read in value.all_input_nodes)
-            values, size = values + weight.numel, size + sum(t.nbytes for t in tensors if t is not None)
+            values += 0 if info(value).corrects else weight.numel
+            size += sum(t.nbytes for t in tensors if t is not None)
     return values, size

@@ -23,7 +23,7 @@ from fxq.common.files import as_path, writing
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import ExportError, InputError, unknown
 from fxq.graph.info import info
-from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op, submodule
+from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op, reads_only_metadata, submodule
 from fxq.graph.region import integer_weight
 from fxq.integrations.transformers import example_call
 from fxq.integrations.transformers_models import QuantizedEncoder, QuantizedGenerator, float_class_of
@@ -38,6 +38,8 @@ FORMATS: dict[str, Callable[[Mapping[str, GridWeight]], Written]] = {
 }
 """Function that gives tensors of linear layers and `quantization_config`, by name of the format."""
 
+_NORMS_THAT_ADD_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
+"""Classes of norms that multiply by 1 + weight. Their graph holds that sum."""
 _MIN_SQNR = 60.0
 """dB SQNR below which a checkpoint does not compute what the quantized model computes, up to rounding in float32."""
 
@@ -119,6 +121,9 @@ def _split(
     for name, like in model.state_dict().items():
         path, _, leaf = name.rpartition(".")
         stored = next((state[plain] for n in _names_of(name, tied) if (plain := _plain(n)) in state), None)
+        if stored is None and type(modules[path]).__name__ in _NORMS_THAT_ADD_ONE:
+            sum_with_one = state.get(f"{_plain(name)}_identity_add")
+            stored = sum_with_one - 1 if isinstance(sum_with_one, Tensor) else None
         shape = (
             None if stored is None else tuple(stored.integers.shape if isinstance(stored, GridWeight) else stored.shape)
         )
@@ -131,7 +136,7 @@ def _split(
             raise ExportError(
                 f"the graph does not hold {name!r} {list(like.shape)} of {type(model).__name__}"
                 f"{'' if shape is None else f', but {list(shape)}'}: a pass has changed it, or the model "
-                "computes with a value derived from it (Gemma's norms add 1 to their weights)."
+                "computes with a value derived from it."
             )
         is_linear = isinstance(modules[path], nn.Linear) and leaf == "weight"
         if is_linear and path not in heads and isinstance(stored, GridWeight):
@@ -169,7 +174,7 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
     """Weights and other constants of the programs of a model, by plain name.
 
     Raises:
-        ExportError: activations are quantized, or two programs have weights of their own.
+        ExportError: activations are quantized, weights have corrections, or two programs have weights of their own.
     """
     weights: dict[str, GridWeight | Tensor] = {}
     for program in _programs(model):
@@ -181,12 +186,17 @@ def _weights(model: Any) -> dict[str, GridWeight | Tensor]:
                     f"{info(node).path or node.name}: activations or caches are in integers, and the format holds "
                     'weights alone. Quantize with "weight_only".'
                 )
+            if info(node).corrects:
+                raise ExportError(
+                    f"{info(node).path}: its weight has a low-rank correction, which the format cannot hold. Quantize "
+                    "without the pass low-rank."
+                )
             stands_for, stored = info(node).stands_for, integer_weight(gm, node)
             value: GridWeight | Tensor | None = None
             if stands_for and stored is not None:
                 grid_weight = GridWeight.of_layer(stored.values, stored.qparams)
                 name, value = stands_for, grid_weight or dequantize(stored.values, stored.qparams)
-            elif node.op == "get_attr":
+            elif node.op == "get_attr" and not (node.users and all(map(reads_only_metadata, node.users))):
                 first, _, inside = str(node.target).partition(".")  # `qdq_graph` adds the name of the kernel
                 name, value = inside if first in kernels else str(node.target), constant(gm, node)
             if value is None:

@@ -51,9 +51,12 @@ def ledger_of(history: History, gm: fx.GraphModule, context: Context) -> tuple[L
         errors = measure(original, gm, node_rows, measured_with(context), edges.read)
     remedies = Remedies(edges, entries)
     lines = {node_rows[n.name].row.name: remedies.line(n) for n in nodes if n.name in node_rows}
-    costs = {w.runs[0]: w.cost for w in workers if w.runs}
+    costs = {w.runs[0]: w.cost for w in reversed(workers) if w.runs}
     first = {w.node: w.runs[0] for w in reversed(workers) if w.runs}  # the row that reports the size of the kernel
-    sizes = {name: _weight_sizes(gm, node) for node, name in first.items()}
+    sizes: dict[str, tuple[int, int]] = {}
+    for node, name in first.items():
+        (values, size), (more_values, more) = sizes.get(name, (0, 0)), _weight_sizes(gm, node)
+        sizes[name] = values + more_values, size + more
     entries = [replace(e, remedy=lines.get(e.name, ""), **_size_columns(*sizes.get(e.name, (0, 0)))) for e in entries]
     ledger = Ledger(tuple(_with_numbers(entry, errors, costs.get(entry.name)) for entry in entries))
     return ledger, record_of(context.model, context.example, errors.values, context.scaled)

@@ -143,7 +143,7 @@ def layers_of(gm: fx.GraphModule) -> dict[str, LayerQParams]:
     """Return the parameters of every layer with an integer weight in a qdq or lowered graph, by module path.
 
     A functional call outside any module has its node's name as key; further calls of a layer have `@2`, `@3`, ...
-    appended.
+    appended, and so have the factors of its low-rank correction.
     """
     layers: dict[str, LayerQParams] = {}
     calls: defaultdict[str, int] = defaultdict(lambda: 1)

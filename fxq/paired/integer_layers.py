@@ -89,7 +89,7 @@ class IntegerLayer:
     def integers(self, gm: fx.GraphModule) -> Tensor:
         """Current integers, float32, of the shape of the weight."""
         stored = constant(gm, self.weight.args[0])
-        assert stored is not None  # `Reconstruction._layer` checks it
+        assert stored is not None  # `LayerFit._layer` checks it
         packing = packing_of(self.weight)
         return (stored if packing is None else packing.unpack(stored)).float()
 

@@ -177,7 +177,7 @@ class _Unrounded(FloatForm):
     """Runs a qdq graph with its quantized weights, but without rounding activations."""
 
     def compute(self, node: fx.Node) -> Any:
-        return Runner.compute(self, node) if info(node).stands_for else super().compute(node)
+        return Runner.compute(self, node) if info(node).stands_for or info(node).corrects else super().compute(node)
 
 
 MAX_ERROR_POWER = 1e-3

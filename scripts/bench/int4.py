@@ -79,17 +79,24 @@ def everywhere(recipe: fxq.Recipe, subject: Subject, bits: int | None = None) ->
 
 
 def plain(
-    bits: int, per: int | None, reads_data: bool, all_layers: bool = False, head_bits: int | None = None
+    bits: int,
+    per: int | None,
+    reads_data: bool,
+    all_layers: bool = False,
+    head_bits: int | None = None,
+    rank: int | None = None,
 ) -> Callable[[Subject], Any]:
     """The default of fxq with a number of bits and a block size, with or without calibration data.
 
-    With `all_layers`, embeddings and the head have these bits, too, or `head_bits`.
+    With `all_layers`, embeddings and the head have these bits, too, or `head_bits`. With `rank`, a matrix of this rank
+    corrects each layer.
     """
 
     def quantized(subject: Subject) -> Any:
         batches = batches_of(subject) if reads_data else None
         recipe = fxq.Recipe.weight_only(bits=bits, per=per)
         recipe = everywhere(recipe, subject, head_bits) if all_layers else recipe
+        recipe = recipe.insert_pass(fxq.passes.LowRank(rank=rank), after="gptq") if rank is not None else recipe
         example = None if subject.is_transformers_model or reads_data else subject.calibration
         return fxq.quantize(subject.model, recipe, data=batches, example_inputs=example)
 
@@ -193,6 +200,10 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
     "fxq int4, data": plain(4, None, reads_data=True),
     "fxq int4, all": plain(4, None, reads_data=False, all_layers=True),
     "fxq int4, all, data": plain(4, None, reads_data=True, all_layers=True),
+    "fxq int4, all, rank 4, data": plain(4, None, reads_data=True, all_layers=True, rank=4),
+    "fxq int3, all, data": plain(3, None, reads_data=True, all_layers=True),
+    "fxq int3, all, rank 16, data": plain(3, None, reads_data=True, all_layers=True, rank=16),
+    "fxq int3, all, blocks of 32, data": plain(3, 32, reads_data=True, all_layers=True),
     "fxq int4, blocks of 128, head in 6 bits, data": plain(4, 128, True, all_layers=True, head_bits=6),
     "fxq search, 4.5 bits": searched("4.5 bits"),
     "fxq int4, blocks of 128, data": plain(4, 128, reads_data=True),
@@ -231,10 +242,10 @@ def stored_bits(quantized: Any) -> float | None:
         return quantized.bits
     # all programs of a language model share their weights
     program = quantized.programs.models[0] if hasattr(quantized, "programs") else quantized
-    kernels = {
-        entry: program.get_submodule(f"fxq_kernels.{entry.into}") for entry in program.ledger if entry.weight_bits
-    }
-    shared = {entry: getattr(kernel, "weight", None) for entry, kernel in kernels.items()}  # recurrent layers: none
+    kernels = dict(program.named_modules())
+    shared = {entry: getattr(kernels.get(f"fxq_kernels.{entry.into}"), "weight", None) for entry in program.ledger}
+    # recurrent layers have no weight of that name, and layers with a low-rank correction are never shared
+    shared = {entry: weight for entry, weight in shared.items() if entry.weight_bits}
     entries = {id(entry) if w is None else w.data_ptr(): entry for entry, w in shared.items()}.values()
     values = sum(entry.weight_values for entry in entries)
     return sum(entry.weight_bits * entry.weight_values for entry in entries) / values if values else None

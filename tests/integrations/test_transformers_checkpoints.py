@@ -89,7 +89,7 @@ def test_layers_with_grids_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_no_checkpoint_holds(affine, tmp_path):
+def test_what_no_checkpoint_holds(affine, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"'gptqq'.*model.programs.export"):
         affine.export(tmp_path / "a", format="gptqq")
     with pytest.raises(ExportError, match=r'activations or caches are in integers.*"weight_only"'):
@@ -99,10 +99,8 @@ def test_what_no_checkpoint_holds(affine, tmp_path):
     gpt2 = fxq.quantize(transformers.GPT2LMHeadModel(config).eval(), fxq.Recipe.weight_only(bits=4, per=32))
     with pytest.raises(ExportError, match=r"c_attn is a Conv1D, and the format holds integers only for nn"):
         gpt2.export(tmp_path / "a", format="compressed-tensors")
-    config = transformers.GemmaConfig(intermediate_size=128, num_key_value_heads=4, head_dim=16, **SIZES)
-    gemma = fxq.quantize(
-        transformers.GemmaForCausalLM(config).eval(), "weight_only"
-    )  # its norms add 1 to their weights
+    monkeypatch.setattr("fxq.integrations.transformers_checkpoints._NORMS_THAT_ADD_ONE", ())
+    gemma = fxq.quantize(KINDS["norms that add 1 to their weights"]().eval(), "weight_only")
     with pytest.raises(ExportError, match=r"input_layernorm.weight' \[64\].*a value derived from it"):
         gemma.export(tmp_path / "a", format="compressed-tensors")
     assert not (tmp_path / "a").exists()
@@ -117,10 +115,28 @@ KINDS = {
         transformers.OPTConfig(ffn_dim=128, word_embed_proj_dim=64, **SIZES)
     ),
     "an encoder": lambda: transformers.BertModel(transformers.BertConfig(intermediate_size=128, **SIZES)),
+    "norms that add 1 to their weights": lambda: transformers.GemmaForCausalLM(
+        transformers.GemmaConfig(intermediate_size=128, num_key_value_heads=4, head_dim=16, **SIZES)
+    ),
+    "a table whose device is read": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=96,
+            d_model=64,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            max_position_embeddings=64,
+        )
+    ),
     "an embedding of two stacks": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
     ),
 }
+
+TWO_STACKS = ("an embedding of two stacks", "a table whose device is read")
 
 
 @pytest.mark.one_in(3)
@@ -132,12 +148,12 @@ def test_models_of_other_kinds(kind, form, tmp_path):
     model = KINDS[kind]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or "norm" in name:
                 parameter.normal_()
     bits, checkpoint = form
     qmodel = fxq.quantize(model, fxq.Recipe.weight_only(bits=bits, per=64))
     loaded = fxq.load(qmodel.export(tmp_path, format=checkpoint))
-    call = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if kind == "an embedding of two stacks" else {})
+    call = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if kind in TWO_STACKS else {})
     with torch.no_grad():
         same(loaded(**call)[0], qmodel(**call)[0], 1e-5)  # sums in another order
 

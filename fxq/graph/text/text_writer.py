@@ -53,7 +53,7 @@ FACTS = {
     **dict.fromkeys(("plan", "edges"), ""),
     **dict.fromkeys(("body", "layers"), "lowered"),
     **dict.fromkeys(("memory", "changes"), "traced"),
-    **dict.fromkeys(("stands_for", "note"), ""),
+    **dict.fromkeys(("stands_for", "corrects", "note"), ""),
 }
 """The fields of `NodeInfo` that are written after `#`, in order, each with its record in `NodeInfo`; empty: none.
 
