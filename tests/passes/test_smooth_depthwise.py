@@ -12,7 +12,7 @@ from fxq.passes import SmoothDepthwise
 from tests.support.graphs import text
 from tests.support.helpers import REFERENCE, module
 
-FITTED = REFERENCE.without_pass("correct-bias").without_pass("keep-small-values")
+FITTED = REFERENCE.without_pass("correct-bias").without_pass("keep-small-values").without_pass("split-inputs")
 PLAIN = FITTED.without_pass("smooth-depthwise")
 SIZES = torch.logspace(-2, 1, 8)
 """Sizes of the channels between the layers of `uneven`."""
