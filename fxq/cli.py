@@ -233,7 +233,7 @@ def report(model: Any, page: Path) -> None:
 @_model_command
 @click.argument("path", type=_OUT)
 @click.option("--fixed", is_flag=True, help="Fix the batch size to that of the example.")
-@click.option("--target", help='Runtime that an .onnx file is for: "tensorrt", for models of the backend of this name.')
+@click.option("--target", help='"tensorrt": an .onnx file for TensorRT, of a model quantized with that backend.')
 def export(model: Any, path: Path, fixed: bool, target: str | None) -> None:
     """Export MODEL, a .fxq file or a folder, to PATH: .onnx, .xml (OpenVINO) or .pt2 (torch.export)."""
     if not hasattr(model, "export"):

@@ -221,7 +221,7 @@ class _Planner:
             config = replace(config, state=replace(DYNAMIC_STATE, bits=config.state.bits))
             notes.append("its state has a symmetric range: an affine one is for states that grow, such as caches")
         recipe_config, config = config, backend.config(gm, config, calls)
-        notes += _changes(backend, recipe_config, config) if backend.notes_specs else []
+        notes += _changes(backend, recipe_config, config, preset_config(self.rewriter.context.recipe.preset))
         support = support_of(backend, gm, node, calls, config)
         if support.ops == 0:
             return self._float("unsupported", support.reason)
@@ -325,13 +325,21 @@ def _is_from_elsewhere(target: Any) -> bool:
     return callable(target) and home.partition(".")[0] not in ("torch", "fxq", *sys.stdlib_module_names)
 
 
-def _changes(backend: Backend, recipe_config: QuantConfig, config: QuantConfig) -> list[str]:
-    """Notes on specs that a backend replaces: `recipe_config` as the recipe says, `config` as the backend takes it."""
+def _changes(backend: Backend, recipe_config: QuantConfig, config: QuantConfig, preset: QuantConfig) -> list[str]:
+    """Notes on specs that a backend replaces, see `Backend.notes_specs`.
+
+    Args:
+        backend: the backend.
+        recipe_config: specs as the recipe says.
+        config: specs as the backend takes them.
+        preset: specs of the preset without changes by the user.
+    """
     roles: tuple[Role, ...] = ("activation", "weight", "state")
     return [
         f"for {backend.name}, its {role} is {config.of(role)}, and not {recipe_config.of(role)}"
         for role in roles
         if config.of(role) != recipe_config.of(role)
+        and (backend.notes_specs or recipe_config.of(role) != preset.of(role))
     ]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxq.errors import RecipeError
 from fxq.graph.info import Decision, Plan, info
+from fxq.graph.query import is_op
 from fxq.graph.region import integer_weight, is_weight_only
 from fxq.graph.unit import Calls, calls_of
 from fxq.paired.integer_layers import IntegerLayer
@@ -140,7 +141,7 @@ class LowRank(LayerFit):
         for node in rewriter.nodes():
             if node not in corrected and self._is_low_bit(rewriter.gm, node) and not _is_corrected(node):
                 reasons[node] = self._reason(rewriter.gm, node)
-        if is_whole and not corrected and any("rank" in reason for reason in reasons.values()):
+        if is_whole and not corrected and any(self._is_too_small(rewriter.gm, node) for node in reasons):
             raise RecipeError(
                 f"{self.name}: rank is {self.rank}, and no linear layer of the model with at most {self.max_bits} bits "
                 "has more inputs and outputs than that. Choose a smaller rank."
@@ -153,15 +154,24 @@ class LowRank(LayerFit):
         (call, *_) = calls_of(gm, node)
         if call.op.name != "linear":
             return "only linear layers have one"
-        shape = info(call.tensors["weight"]).shape or ()
-        if self.rank >= min(shape, default=0):
+        if self._is_too_small(gm, node):
+            shape = info(call.tensors["weight"]).shape or ()
             return f"its weight is {' x '.join(map(str, shape))}, and rank is {self.rank}"
         return "its weight is shared with another layer"
 
+    def _is_too_small(self, gm: fx.GraphModule, node: fx.Node) -> bool:
+        """Whether a node is a linear layer with no more than `rank` inputs or outputs."""
+        (call, *_) = calls_of(gm, node)
+        return call.op.name == "linear" and self.rank >= min(info(call.tensors["weight"]).shape or (0,))
+
 
 def _check_place(context: Context) -> None:
-    """Raise `RecipeError` if a later pass of the pipeline chooses other integers, whose errors are others."""
-    later = dropwhile(lambda step: not isinstance(step, LowRank), context.recipe.pipeline)
+    """Raise `RecipeError` if a later pass chooses other integers, whose errors are others, or kernels exist already."""
+    steps = context.recipe.pipeline
+    earlier = list(takewhile(lambda step: not isinstance(step, LowRank), steps))
+    if len(earlier) < len(steps) and any(step.gives is Stage.LOWERED for step in earlier):
+        raise RecipeError(f'{LowRank.name} runs before lower: recipe.insert_pass(fxq.passes.LowRank(), after="gptq").')
+    later = dropwhile(lambda step: not isinstance(step, LowRank), steps)
     name = next((step.name for step in later if isinstance(step, Reconstruction)), None)
     if name is not None:
         raise RecipeError(
@@ -176,12 +186,12 @@ _COPIES = 8
 """Tensors of the shape of a weight in memory: the weight, its grid, integers, errors, and the product of factors."""
 FACTOR = TensorSpec(bits=8, signed=True, symmetric=True, observer="minmax")
 """Spec of the factors. `down` has a scale for each row."""
-_IS_CORRECTED = "corrected by a matrix of rank "
 
 
 def _is_corrected(node: fx.Node) -> bool:
     """Whether a layer has a correction, or belongs to one."""
-    return _IS_CORRECTED in info(node).note or any(info(read).corrects for read in node.all_input_nodes)
+    others = (read for user in node.users if is_op(user, "add") for read in user.all_input_nodes if read is not node)
+    return any(info(weight).corrects for layer in (node, *others) for weight in layer.all_input_nodes)
 
 
 def _rounded(layer: IntegerLayer, gm: fx.GraphModule) -> Tensor:
@@ -214,7 +224,7 @@ def _write(rewriter: Rewriter[Context], node: fx.Node, factors: LowRankFactors |
         why = "adds the low-rank correction of a weight"
         rewriter.describe(total, plan=Plan(Decision("float", "", why, decided_by=rewriter.name)), note="")
         rewriter.reroute(node, total, only=lambda user: user is not total)
-    _note(rewriter, node, f"{_IS_CORRECTED}{len(factors.down)}")
+    _note(rewriter, node, f"corrected by a matrix of rank {len(factors.down)}")
 
 
 def _weight(

@@ -323,8 +323,10 @@ def _is_float(value: Any) -> bool:
         return plan is not None
     if plan.emits is not None or not is_op(value, "add", "mul"):
         return False
-    activations = [x for x in value.args if isinstance(x, fx.Node) and x.op != "get_attr"]
-    read: Any = activations[0] if len(activations) == 1 else None
+    activations: list[Any] = [x for x in value.args if isinstance(x, fx.Node) and x.op != "get_attr"]
+    if len(activations) != 1:
+        return False
+    (read,) = activations
     while is_op(read, "quantize", "dequantize"):
         read = read.args[0]
     return _is_float(read)

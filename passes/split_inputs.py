@@ -35,7 +35,7 @@ from fxq.rewriting.grid_edits import on_grid
 from fxq.rewriting.rewriter import Rewriter
 from fxq.rewriting.unit_edits import split_unit
 
-_CONVS = (*OPS.family("conv"), "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_CONVS = (*OPS.family("conv"), *OPS.family("conv_transpose"))
 FEW_SAMPLES = 2
 """Maximum number of samples that a large model runs on."""
 WINDOW = 256
@@ -44,6 +44,8 @@ WITHOUT = 'recipe.without_pass("split-inputs")'
 COARSE = "a layer reads its value, and one grid of 8 bits is too coarse for that"
 REST = "the part of an input that its grid rounds off"
 SUM = "adds the products of both parts of an input"
+EMITTED = "one grid is too coarse for quiet parts of its input, but a kernel of this backend emits integers only"
+WHOLE = "one grid is too coarse for quiet parts of its input, but those of other values are, too: a second gains little"
 READS_SUM = "it reads the sum of two products"
 
 
@@ -60,10 +62,12 @@ class SplitInputs(Pass):
     parts, which leaves noise in them. A network that recognizes something loses nothing by that: there, the large
     values matter. So the pass first counts the rows (vectors of channels) of each input that have a large error on
     their grid. Then it runs the graph in float on recorded samples, once as it is and once with these inputs
-    rounded, and compares the outputs in windows of `WINDOW` values. If few windows have a large error, nothing is
-    changed. Ops without weights that compute such an input on integers run in float.
-    It runs after `fallback`, since float ops that read x must not read c in its place. Convolutions whose kernels
-    emit integers only, and inputs with dynamic ranges, are left alone.
+    rounded, and compares the outputs in windows of `WINDOW` values. If few windows have a large error, or about as many
+    with all other values rounded, nothing is changed. Ops without weights that compute such an input on integers run in
+    float.
+    It runs after `fallback`, since float ops that read x must not read c in its place. Where kernels emit integers
+    only, as in the backends fbgemm, qnnpack and onnxruntime, layers get a note in the ledger instead. Inputs with
+    dynamic ranges are left alone.
 
     Args:
         share: share of the rows of an input, and of the windows of an output, that may have a large error, 0 to 1.
@@ -102,32 +106,51 @@ class SplitInputs(Pass):
         coarse = on_samples(context, most, partial(self._coarse, gm, context, inputs))
         if not coarse:
             return
-        reaches = on_samples(context, most, partial(self._reach_output, gm, coarse))
-        if reaches:
-            self._split(rewriter, coarse)
+        if on_samples(context, most, partial(self._large_errors, gm, _rounding(coarse))) <= self.share:
+            return
+        able, rest = [x for x in coarse if x.can_split], [x for x in coarse if not x.can_split]
+        if able and not on_samples(context, most, partial(self._helps, gm, able)):
+            able, rest = [], coarse
+        self._split(rewriter, able)
+        for layer_input in rest:
+            for layer, _ in layer_input.layers:
+                note = WHOLE if layer_input.can_split else EMITTED
+                rewriter.describe(layer, note="; ".join(filter(None, (info(layer).note, note))))
 
     def _coarse(
         self, gm: fx.GraphModule, context: Context, inputs: Mapping[fx.Node, _Input], batches: Sequence[Batch]
     ) -> list[_Input]:
         """Inputs with more rows than allowed whose error is large."""
         for layer_input in inputs.values():
-            layer_input.errors = _Errors(self.least)
+            layer_input.errors = _Errors(self.least)  # of these batches alone: the pass may try smaller ones again
         floats = context.floats.of(gm, context)
         see = {node: layer_input.see for node, layer_input in inputs.items()}
         for batch in batches:
             _run(gm, batch, see, inputs, floats)
         return [x for x in inputs.values() if x.errors.share > self.share]
 
-    def _reach_output(self, gm: fx.GraphModule, inputs: Sequence[_Input], batches: Sequence[Batch]) -> bool:
-        """Whether an output has more windows than allowed whose error is large if these inputs are rounded."""
-        rounded = {layer_input.quantize: layer_input.grid.rounded for layer_input in inputs}
+    def _helps(self, gm: fx.GraphModule, inputs: Sequence[_Input], batches: Sequence[Batch]) -> bool:
+        """Whether an output has less than half of the large errors if these inputs are exact and all others rounded.
+
+        If not, the rounding of other values, such as one that a pad or a slice before an input moves, causes them.
+        """
+        split = {layer_input.quantize for layer_input in inputs} | _sources(gm, inputs)[1]
+        grids = {n: g for n in gm.graph.nodes if is_op(n, "quantize") and (g := grid_of(gm, n)) is not None}
+        every = {node: grid.rounded for node, grid in grids.items()}
+        others = {node: rounded for node, rounded in every.items() if node not in split}
+        return 2 * self._large_errors(gm, others, batches) < self._large_errors(gm, every, batches)
+
+    def _large_errors(
+        self, gm: fx.GraphModule, rounding: Mapping[fx.Node, Callable[[Tensor], Tensor]], batches: Sequence[Batch]
+    ) -> float:
+        """Largest share of the windows of an output whose error is large if some values are rounded."""
         errors: dict[int, _Errors] = {}
         for batch in batches:
-            wants, gots = (tensors(_run(gm, batch, at)) for at in ({}, rounded))
+            wants, gots = (tensors(_run(gm, batch, at)) for at in ({}, rounding))
             for i, (want, got) in enumerate(zip(wants, gots, strict=True)):
                 if want.is_floating_point() and want.shape == got.shape:
                     errors.setdefault(i, _Errors(self.worst)).add(*(_windows(value) for value in (want, got)))
-        return any(error.share > self.share for error in errors.values())
+        return max((error.share for error in errors.values()), default=0.0)
 
     def _split(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Split inputs, once the ops that are fused to their layers, and those that compute them, run in float."""
@@ -139,16 +162,7 @@ class SplitInputs(Pass):
 
     def _move_sources_to_float(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Let ops without weights that compute the inputs read and compute floats: integers would be as coarse."""
-        todo: list[Any] = [layer_input.quantize.args[0] for layer_input in inputs]
-        while todo:
-            node = todo.pop()
-            plan, calls = info(node).plan, calls_of(rewriter.gm, node)
-            heavy = any(call.op.traits.heavy or call.op.traits.weight for call in calls)
-            if plan is None or plan.precision != "int8" or heavy:
-                continue
-            for read in node.all_input_nodes:
-                if is_op(read, "dequantize") and is_op(read.args[0], "quantize"):
-                    todo.append(read.args[0].args[0])
+        for node in _sources(rewriter.gm, inputs)[0]:
             with rewriter.attributed("run_in_float", run_in_float):
                 run_in_float(rewriter, node, "off the grid", COARSE, WITHOUT)
         read_floats(rewriter)
@@ -197,6 +211,7 @@ class _Input:
         layers: the convolutions that read it, each with its dequantized input.
         axis: axis of the channels, counted from the end.
         errors: errors of its rows on the grid.
+        can_split: whether the kernels that compute and read it can emit floats.
     """
 
     quantize: fx.Node
@@ -204,6 +219,7 @@ class _Input:
     layers: Sequence[tuple[fx.Node, fx.Node]]
     axis: int
     errors: _Errors
+    can_split: bool
 
     def see(self, x: Tensor) -> Tensor:
         """Add the errors of values, (N, C, ...), and return the values."""
@@ -225,14 +241,19 @@ def _input(gm: fx.GraphModule, node: fx.Node, least: float) -> _Input | None:
     read: Any = node.args[0]
     if grid is None or grid.axis is not None or is_op(read, "dequantize") or _is_rest(read):
         return None
-    plan = plan_of(read)
-    if plan is not None and plan.emits is not None:
-        return None
     readers = [(user, dq) for dq in node.users if is_op(dq, "dequantize") for user in dq.users]
     layers = [(user, dq) for user, dq in readers if _is_layer(gm, user, dq)]
     if not layers or any(_is_rest(user) for user, _ in readers):
         return None
-    return _Input(node, grid, layers, calls_of(gm, layers[0][0])[0].op.traits.channels or 0, _Errors(least))
+    able = [] if _emits_integers(read) else [layer for layer in layers if not _emits_integers(layer[0])]
+    axis = calls_of(gm, layers[0][0])[0].op.traits.channels or 0
+    return _Input(node, grid, able or layers, axis, _Errors(least), bool(able))
+
+
+def _emits_integers(node: fx.Node) -> bool:
+    """Whether the kernel that computes a value emits integers only."""
+    plan = plan_of(node)
+    return plan is not None and plan.emits is not None
 
 
 def _is_rest(node: fx.Node) -> bool:
@@ -244,12 +265,38 @@ def _is_rest(node: fx.Node) -> bool:
 
 
 def _is_layer(gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> bool:
-    """Whether a node is a convolution on integers, whose kernel can emit floats, and `read` its input alone."""
+    """Whether a node is a convolution on integers, and `read` its input alone."""
     plan, calls = info(node).plan, calls_of(gm, node)
-    if plan is None or plan.precision != "int8" or plan.emits is not None or not calls:
+    if plan is None or plan.precision != "int8" or not calls:
         return False
     elsewhere = any(read in call.activations for call in calls[1:])
     return calls[0].op.name in _CONVS and calls[0].activations == (read,) and not elsewhere
+
+
+def _sources(gm: fx.GraphModule, inputs: Sequence[_Input]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Ops without weights that compute inputs on integers, and the nodes that quantize what these ops read.
+
+    Ops that compute what such an op reads are among them.
+    """
+    ops: dict[fx.Node, None] = {}
+    quantized: set[fx.Node] = set()
+    todo: list[Any] = [layer_input.quantize.args[0] for layer_input in inputs]
+    while todo:
+        node = todo.pop()
+        plan, calls = info(node).plan, calls_of(gm, node)
+        heavy = any(call.op.traits.heavy or call.op.traits.weight for call in calls)
+        if node in ops or plan is None or plan.precision != "int8" or heavy:
+            continue
+        ops[node] = None
+        read = {r.args[0] for r in node.all_input_nodes if is_op(r, "dequantize") and is_op(r.args[0], "quantize")}
+        quantized |= read
+        todo += [quantize.args[0] for quantize in read]
+    return list(ops), quantized
+
+
+def _rounding(inputs: Sequence[_Input]) -> dict[fx.Node, Callable[[Tensor], Tensor]]:
+    """Functions that round inputs, by node."""
+    return {layer_input.quantize: layer_input.grid.rounded for layer_input in inputs}
 
 
 class _Run(CachedFloatForm):

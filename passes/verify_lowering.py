@@ -264,6 +264,7 @@ class _Verifier(Runner):
             why = "bound to its inputs it returns something else"
         if why is None and likeness not in self.right:
             why = self._wrong_at_other_sizes(node, region, weights)
+            why = _restored(kept) or why
         if why is None:
             self.right |= {likeness} - {None}
             return got

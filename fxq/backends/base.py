@@ -84,7 +84,8 @@ class Backend(ABC):
         name: name of the backend. A saved recipe names a class of your own by its import path.
         devices: types of the devices that it runs on; empty: any.
         has_kernels: whether it runs some ops faster on integers than in float. If not, prices are meaningless.
-        notes_specs: whether the ledger has a note on each spec that `config` replaces. False if it replaces all.
+        notes_specs: whether the ledger has a note on each spec that `config` replaces; False: only on specs that differ
+            from those of the preset, for a backend that replaces all.
 
     Example:
         A backend that runs each linear layer in one kernel, which computes in float. `calls` are the ops of a unit, in

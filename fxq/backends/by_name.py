@@ -21,7 +21,6 @@ _BACKENDS = {
     "openvino": "fxq.backends.engines.openvino:Openvino",
     "onnxruntime": "fxq.backends.engines.onnxruntime:Onnxruntime",
 }
-_WITHOUT_KERNELS = ("reference", "tensorrt")
 FASTEST = "fastest"
 """Name with which a recipe asks to try all backends and keep the fastest (`fxq/workflow/fastest.py`)."""
 NAMES = ("auto", FASTEST, *_BACKENDS)
@@ -61,8 +60,8 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def names_with_kernels() -> tuple[str, ...]:
-    """Names of the backends of fxq that have kernels for this machine or others: all but "reference" and "tensorrt"."""
-    return tuple(name for name in _BACKENDS if name not in _WITHOUT_KERNELS)
+    """Names of the backends of fxq that have kernels, for this machine or others."""
+    return tuple(name for name in _BACKENDS if backend_type(name).has_kernels)
 
 
 def installed() -> tuple[InstalledBackend, ...]:

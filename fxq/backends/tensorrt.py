@@ -29,7 +29,8 @@ class Tensorrt(Reference):
     Here the quantized model runs as in `reference`: as float ops between conversions, exact, slower than float. On a
     GPU, TensorRT runs the file that `qmodel.export("m.onnx", target="tensorrt")` writes.
 
-    A layer and a sum after it are separate units, so that both inputs of the sum are quantized. Activation functions
+    A layer and a sum after it are separate units, so that both inputs of the sum are quantized, if its result is read
+    as integers. Activation functions
     after a layer are in its unit. Layers with dynamic ranges, recurrent layers and embeddings stay in float; so do
     weight-only layers, except linear ones with symmetric 4-bit weights in blocks of 64 or 128.
 
@@ -76,8 +77,8 @@ def _refusal(calls: Calls, config: QuantConfig, columns: int) -> str:
         return "TensorRT takes no dynamic ranges"
     if activation.bits != 8:
         return f"TensorRT takes activations with 8 bits, not {activation.bits}"
-    if weight is not None and op.traits.weight and weight.block is not None:
-        return "TensorRT takes no weights per block with integer activations"
+    if weight is not None and op.traits.weight and (weight.block is not None or weight.bits <= 4):
+        return "TensorRT takes no weights per block or of 4 bits with integer activations"
     return ""
 
 

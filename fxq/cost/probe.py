@@ -218,6 +218,8 @@ class Prober:
             if isinstance(kernel, Kernel) and not kernel.is_ours():  # the user's code may change the weights of `gm`
                 for name, buffer in [*kernel.named_buffers(recurse=False)]:
                     setattr(kernel, name, buffer.clone())
+                for name, parameter in [*kernel.named_parameters(recurse=False)]:
+                    setattr(kernel, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
         return lowered
 
 

@@ -254,8 +254,8 @@ class NodeInfo(NamedTuple):
         origins: names of the traced ops that it represents.
         made_by: the pass and rule that created it, with the rule's source line; empty for traced nodes.
         stands_for: for an integer weight or a corrected bias, the path of the float one.
-        corrects: whether it is an integer weight that corrects the rounding of another one, and stands for none. In the
-            float form of the graph it is 0.
+        corrects: whether it is an integer weight that is added to correct the rounding of another one. It has no float
+            weight, and is 0 in the float form of the graph.
         note: remark for the user.
         traced: memory of its value, and whether it was kept as the model calls it.
         fused: the ops inside a unit or kernel.

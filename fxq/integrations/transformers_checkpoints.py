@@ -38,8 +38,6 @@ FORMATS: dict[str, Callable[[Mapping[str, GridWeight]], Written]] = {
 }
 """Function that gives tensors of linear layers and `quantization_config`, by name of the format."""
 
-_NORMS_THAT_ADD_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
-"""Classes of norms that multiply by 1 + weight. Their graph holds that sum."""
 _MIN_SQNR = 60.0
 """dB SQNR below which a checkpoint does not compute what the quantized model computes, up to rounding in float32."""
 
@@ -121,7 +119,7 @@ def _split(
     for name, like in model.state_dict().items():
         path, _, leaf = name.rpartition(".")
         stored = next((state[plain] for n in _names_of(name, tied) if (plain := _plain(n)) in state), None)
-        if stored is None and type(modules[path]).__name__ in _NORMS_THAT_ADD_ONE:
+        if stored is None:  # a norm that multiplies by 1 + weight, as Gemma's, has this sum in the graph
             sum_with_one = state.get(f"{_plain(name)}_identity_add")
             stored = sum_with_one - 1 if isinstance(sum_with_one, Tensor) else None
         shape = (

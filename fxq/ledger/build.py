@@ -80,8 +80,8 @@ class _Worker:
         node: the node.
         decision: its precision, and the reason.
         cost: times of its ops, if they were measured.
-        ops: names of the ops that the node runs.
-        runs: names of the ops that it runs, in execution order.
+        ops: names of the ops that the node runs in the op table, such as "linear".
+        runs: names of the float model's ops that it computes, in execution order.
         absorbs: names of the ops that were folded into the weights of these.
     """
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxq.errors import InputError
 from fxq.ops.registry import OPS, row
 from fxq.ops.table import Shape
 from fxq.ops.traits import OpTraits, Recurrence, computes
@@ -93,8 +94,7 @@ def lstm(
     Source: Hochreiter and Schmidhuber 1997; Sak et al. 2014 (projection).
     """
     hidden, width = weight_hh.shape[0] // 4, weight_hh.shape[1]
-    h = x.new_zeros(x.shape[1], width) if h is None else h
-    c = x.new_zeros(x.shape[1], hidden) if c is None else c
+    h, c = _first_state(h, x, width), _first_state(c, x, hidden)
     weights = (weight_ih, weight_hh)
     if state_qmax:
         rounded = on_affine_grid if state_affine else on_grid
@@ -134,7 +134,7 @@ def gru(
     state_scale: float | None = None,
 ) -> Tensor:
     """Hidden states (T, N, H) of a GRU layer; gates in the order reset, update, new.  Source: Cho et al. 2014."""
-    h = x.new_zeros(x.shape[1], weight_hh.shape[1]) if h is None else h
+    h = _first_state(h, x, weight_hh.shape[1])
     weights = (weight_ih, weight_hh)
     if state_qmax:
 
@@ -167,7 +167,7 @@ def rnn(
     state_scale: float | None = None,
 ) -> Tensor:
     """Hidden states (T, N, H) of an RNN layer with the nonlinearity "tanh" or "relu".  Source: Elman 1990."""
-    h = x.new_zeros(x.shape[1], weight_hh.shape[1]) if h is None else h
+    h = _first_state(h, x, weight_hh.shape[1])
     weights = (weight_ih, weight_hh)
     if state_qmax:
         function = torch.tanh if nonlinearity == "tanh" else torch.relu
@@ -182,6 +182,22 @@ def rnn(
     rnn_function = torch.rnn_tanh if nonlinearity == "tanh" else torch.rnn_relu
     layer = partial(rnn_function, hx=h[None], params=[*weights, *_present(bias_ih, bias_hh)])
     return _fused(layer, x, bias_ih is not None, reverse)[0]
+
+
+def _first_state(state: Tensor | None, x: Tensor, width: int) -> Tensor:
+    """Initial state (N, width) of a layer with the input `x`; None: zeros.
+
+    Raises:
+        InputError: it has another shape, which PyTorch's functions read beyond its end, or broadcast.
+    """
+    if state is None:
+        return x.new_zeros(x.shape[1], width)
+    sizes = (*state.shape, x.shape[1])
+    if all(type(size) is int for size in sizes) and sizes[:-1] != (sizes[-1], width):
+        raise InputError(
+            f"an initial state has shape {sizes[:-1]}; for this input the layer takes {(sizes[-1], width)}."
+        )
+    return state
 
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:

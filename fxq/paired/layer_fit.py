@@ -32,7 +32,7 @@ from fxq.rewriting.rewriter import Rewriter
 
 @dataclass(frozen=True)
 class LayerFit(Pass):
-    """Base of the passes that fit something to the error of each layer's output on recorded samples.
+    """Base of the passes that fit the weight of each layer, or a correction of it, by the error of its output.
 
     The pass visits the linear, convolutional and recurrent layers in order. The input of a layer is from the quantized
     graph, with what the pass has changed so far; the wanted output is from the float graph. A subclass implements
@@ -63,11 +63,11 @@ class LayerFit(Pass):
 
     @property
     def holds_out(self) -> bool:
-        """Whether `trust_in` reads patches that are held out."""
+        """Whether `fit` needs products of patches that are held out."""
         return False
 
     def takes(self, layer: IntegerLayer) -> bool:
-        """Whether the pass chooses the integers of a layer."""
+        """Whether the pass fits a layer."""
         return True
 
     @abstractmethod
@@ -127,7 +127,7 @@ class LayerFit(Pass):
             edit()
 
     def layers_by_node(self, gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[IntegerLayer]]:
-        """Layers whose integers the pass chooses, by node."""
+        """Layers that the pass fits, by node."""
         readers = defaultdict[tuple[int, torch.Size], list[fx.Node]](list)
         for node in nodes:
             if is_op(node, "dequantize") and info(node).stands_for:
@@ -159,7 +159,7 @@ class LayerFit(Pass):
             return
         real, bias = read_attribute(gm, path), call.tensors.get(call.op.traits.bias or "")
         form = LayerMatrix(call, tuple(real.shape))
-        yield IntegerLayer(form, x, weight, real, grid, bias if _is_corrected(node, bias) else None, x is node)
+        yield IntegerLayer(form, x, weight, real, grid, bias if _has_fitted_bias(node, bias) else None, x is node)
 
     def _inputs(self, layer: IntegerLayer, runs: PairedRun, samples: int, is_only_reader: bool) -> LayerInputs:
         """Products of the inputs of a layer.
@@ -235,7 +235,7 @@ def _is_table_of(gm: fx.GraphModule, layer: IntegerLayer, table: fx.Node) -> boo
     return same and all(is_op(user, "embedding") for user in table.users)
 
 
-def _is_corrected(node: fx.Node, bias: Any) -> bool:
+def _has_fitted_bias(node: fx.Node, bias: Any) -> bool:
     """Whether correct-bias will fit the bias of a layer, which must have no other reader."""
     plan = info(node).plan
     dynamic = plan is not None and plan.reads is not None and plan.reads.range == "dynamic"

@@ -242,15 +242,19 @@ class Observer(nn.Module, ABC):
         Raises:
             CalibrationError: the observer has seen no data, or its `clipped` returns no range.
         """
-        low, high = self._checked(self.clipped(*self.range()))
+        seen = self.range()
+        low, high = self._checked(self.clipped(*seen), seen[0].shape)
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
         return choose_qparams(low, high, self.spec, self.axis, self.block)
 
-    def _checked(self, clipped: Any) -> tuple[Tensor, Tensor]:
-        """Return a result of `clipped` if it is a range, for observers of the user's."""
+    def _checked(self, clipped: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return a result of `clipped` if it is a range of this shape, for observers of the user's."""
         where = f"{self._tensor}: clipped() of the observer {type(self).__qualname__!r} returned"
         match clipped:
             case (Tensor() as low, Tensor() as high):
+                if low.shape != shape or high.shape != shape:
+                    shapes = f"{list(low.shape)} and {list(high.shape)}"
+                    raise CalibrationError(f"{where} tensors of the shapes {shapes}, and not {list(shape)}.")
                 if bool((low <= high).all()) and bool(torch.isfinite(torch.stack([low.min(), high.max()])).all()):
                     return low, high
                 raise CalibrationError(f"{where} {low} and {high}, no finite range.")

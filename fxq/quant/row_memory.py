@@ -35,7 +35,7 @@ class RowMemory:
 
         None if they have no such memory, or are not at its start, as of a window that is cut from each state anew.
         """
-        if any(part.storage_offset() for part in parts):
+        if any(part.storage_offset() or not part.is_cpu for part in parts):
             return None
         rooms = [room for part in parts if (room := Room.of(part)) is not None]
         return cls(rooms) if len(rooms) == len(parts) else None

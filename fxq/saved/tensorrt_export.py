@@ -36,19 +36,21 @@ def fit_tensorrt(path: Path, gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         reason = _refusal(gm, node)
         if reason:
-            raise ExportError(
-                f"{path} cannot be written for TensorRT: {info(node).path or node.name} {reason}. {_REMEDY}."
-            )
+            raise ExportError(f"{path} cannot be written for TensorRT: {_place(node)} {reason}. {_REMEDY}.")
         if is_op(node, "quantize", "requantize"):
             node.kwargs = {**node.kwargs, "qmin": _INT8.min}
     gm.recompile()
     fused = [node for node in gm.graph.nodes if _adds_to_layer(gm, node) and _reads_integers(gm, node)]
     if fused:
-        first = info(fused[0]).path or fused[0].name
         warn(
-            f"{path}: {len(fused)} sums read a layer's result before it is quantized (the first: {first}), and "
-            f"TensorRT adds in float there. {_REMEDY}."
+            f"{path}: TensorRT adds in float in {len(fused)} places, the first at {_place(fused[0])}, where a sum "
+            f"reads a layer's result before it is quantized. {_REMEDY}."
         )
+
+
+def _place(node: fx.Node) -> str:
+    """Layer that a node belongs to, or the value of the node, for messages."""
+    return f"the layer {info(node).path!r}" if info(node).path else f"the value %{node.name}"
 
 
 def _refusal(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -80,11 +82,11 @@ def _weight_refusal(gm: fx.GraphModule, node: fx.Node, grid: QParams) -> str:
         if op is None or op.traits.weight is None or op.traits.table or op.traits.recurrence is not None:
             name = op.name if op is not None else reader.name
             return f"has an integer weight that {name} reads, which TensorRT computes in float"
-        in_blocks = grid.bits <= 4 and fits_blocks(grid.block, (grid.block or 0) * grid.scale.shape[-1])
-        if not _reads_integers(gm, reader) and not in_blocks:
+        if _reads_integers(gm, reader):
+            if grid.block is not None or grid.bits <= 4:
+                return "has integer activations, and a weight in blocks or of 4 bits"
+        elif grid.bits > 4 or grid.block is None or not fits_blocks(grid.block, grid.block * grid.scale.shape[-1]):
             return "has float activations, and a weight that is not int4 in several blocks of 64 or 128 per row"
-        if _reads_integers(gm, reader) and grid.block is not None:
-            return "has integer activations and a weight in blocks"
     return ""
 
 

@@ -622,8 +622,10 @@ def test_an_observer_does_not_answer_for_other_channels_or_constants():
     [
         ((torch.tensor(2.0), torch.tensor(1.0)), r"returned 2\.0 and 1\.0, no finite range"),
         ((torch.tensor(math.nan), torch.tensor(1.0)), r"returned nan and 1\.0, no finite range"),
-        ((torch.tensor([0.0, 1.0]), torch.tensor([1.0, math.inf])), "returned tensor.*no finite range"),
+        ((torch.tensor(0.0), torch.tensor(math.inf)), r"returned 0\.0 and inf, no finite range"),
         (3, "returned 3, and not two tensors"),
+        ((torch.zeros(3), torch.ones(3)), r"returned tensors of the shapes \[3\] and \[3\], and not \[\]"),
+        ((torch.zeros(0), torch.ones(())), r"returned tensors of the shapes \[0\] and \[\], and not \[\]"),
     ],
 )
 def test_a_range_of_the_users_that_is_none(returned, why):

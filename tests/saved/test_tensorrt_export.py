@@ -145,7 +145,7 @@ REMEDY = 'Quantize with backend="tensorrt"'
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        (fxq.Recipe.static(backend="reference"), f"x_q has activations with a zero point. {REMEDY}"),
+        (fxq.Recipe.static(backend="reference"), f"the value %x_q has activations with a zero point. {REMEDY}"),
         (fxq.Recipe.dynamic(backend="reference"), "has a range that is computed at run time"),
         (
             fxq.Recipe.static(backend="reference", activation=fxq.TensorSpec(bits=7, signed=True, symmetric=True)),
@@ -165,23 +165,43 @@ def test_other_grids_are_refused(recipe, reason, tmp_path):
 def test_sums_inside_of_a_unit_warn(tmp_path):
     signed = fxq.TensorSpec(signed=True, symmetric=True)
     qmodel = quantized(Residual, X, fxq.Recipe.static(backend="reference", activation=signed))
-    with pytest.warns(FxqWarning, match=r"1 sums read a layer's result before it is quantized \(the first: second\)"):
+    with pytest.warns(FxqWarning, match=r"adds in float in 1 places, the first at the layer 'second'"):
         qmodel.export(tmp_path / "m.onnx", target="tensorrt")
 
 
 def test_four_bit_weights_in_blocks(tmp_path):
     """Symmetric int4 in blocks of 64 or 128 is the one form of weights alone that TensorRT takes."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8), nn.Linear(8, 4)).eval()
     weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, per=64, observer="mse")
-    recipe = fxq.Recipe.weight_only(backend="tensorrt", weight=weight)
-    qmodel = fxq.quantize(net, recipe, example_inputs=torch.rand(2, 128))
+    recipe, x = fxq.Recipe.weight_only(backend="tensorrt", weight=weight), torch.rand(2, 128)
+    qmodel = fxq.quantize(net, recipe, example_inputs=x)
     path = qmodel.export(tmp_path / "m.onnx", target="tensorrt")
     weights = [n for n in onnx.load(path).graph.node if n.op_type == "DequantizeLinear"]
-    assert [attribute(n, "block_size") for n in weights] == [64]  # the second layer has one block per row
+    assert [attribute(n, "block_size") for n in weights] == [64, 64]  # the third layer has one block per row
+    (got,) = exact_session(path).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), qmodel(x), rtol=0.02, atol=0.02)  # the runtime rounds its inputs
     with pytest.warns(FxqWarning, match="TensorRT takes weights alone only as symmetric int4"):
-        plain = fxq.quantize(net, fxq.Recipe.weight_only(backend="tensorrt"), example_inputs=torch.rand(2, 128))
+        plain = fxq.quantize(net, fxq.Recipe.weight_only(backend="tensorrt"), example_inputs=x)
     assert {row.precision for row in plain.ledger} == {"float"}
+
+
+def test_four_bit_weights_per_tensor_are_refused_or_float(tmp_path):
+    weight = fxq.TensorSpec(bits=4, signed=True, symmetric=True, observer="mse")
+    alone = quantized(Residual, X, fxq.Recipe.weight_only(backend="reference", weight=weight))
+    with pytest.raises(ExportError, match="has float activations, and a weight that is not int4 in several blocks"):
+        alone.export(tmp_path / "m.onnx", target="tensorrt")
+    rows = quantized(Residual, X, fxq.Recipe.static(backend="tensorrt", weight=weight).with_min_sqnr(None)).ledger
+    assert {row.precision for row in rows if "conv" in row.op or row.op == "linear"} == {"float"}
+
+
+def test_specs_of_the_user_that_are_replaced_are_noted():
+    affine = fxq.TensorSpec(observer="minmax")
+    rows = {
+        row.op: row for row in quantized(Residual, X, fxq.Recipe.static(backend="tensorrt", activation=affine)).ledger
+    }
+    assert "its activation is int8 symmetric (minmax), and not uint8 affine (minmax)" in rows["conv_transpose2d"].reason
+    assert "its weight" not in rows["conv_transpose2d"].reason
 
 
 def test_the_target_is_checked(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import ClassVar
 
@@ -32,12 +32,21 @@ class WeightOnlyRecurrent(WeightOnlyKernel):
         x, stored = arguments["x"], self.stored
         sizes = {name: weight.numel for name, weight in stored.items()}
         total = sum(sizes.values())
-        steps = self._steps(x) if faster_steps(len(x), x.shape[1], total - sizes["weight_ih"], total) else None
+        is_faster = x.dim() == 3 and faster_steps(len(x), x.shape[1], total - sizes["weight_ih"], total)
+        steps = self._steps(x) if is_faster and self._fits(arguments) else None
         if steps is not None:
             return self._in_steps(steps, **arguments)
         weights = {name: weight.floats(weight.empty()) for name, weight in stored.items()}
         y: Tensor = OPS[self.op].target(**arguments, **weights, **self.settings)
         return y
+
+    def _fits(self, arguments: Mapping[str, Tensor]) -> bool:
+        """Whether input and initial states have the shapes that the layer takes. PyTorch's op refuses others."""
+        stored, x = self.stored, arguments["x"]
+        rows, (width,) = len(stored["weight_hh"].values), stored["weight_hh"].row
+        wanted = {"h": (x.shape[1], width), "c": (x.shape[1], rows // 4)}
+        states = {name: tuple(arguments[name].shape) for name in wanted if name in arguments}
+        return (x.shape[2],) == stored["weight_ih"].row and all(s == wanted[name] for name, s in states.items())
 
     def _in_steps(
         self,

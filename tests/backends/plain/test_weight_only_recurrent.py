@@ -230,3 +230,21 @@ def test_weights_that_change_are_read_again(monkeypatch):
 )
 def test_which_layers_run_in_steps(sizes, wanted):
     assert faster_steps(*sizes) is wanted
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    ("samples", "width"), [(1, 64), (2, 63), (3, 64), (2, 65)], ids=["one sample", "narrow", "more samples", "wide"]
+)
+def test_first_states_of_another_shape_are_refused_as_in_float(kind, samples, width, monkeypatch):
+    """The loops read them by address."""
+    monkeypatch.setattr(weight_only_recurrent, "faster_steps", lambda *sizes: True)
+    model, x = settled(lambda: Net(kind, 64, 64)), torch.randn(3, 2, 64)
+    states = [torch.randn(1, 2, 64)] * (2 if kind == "LSTM" else 1)
+    qmodel = quantized(model, RECIPES["int8"], x, *states)
+    for i in range(len(states)):
+        wrong = [torch.randn(1, samples, width) if j == i else state for j, state in enumerate(states)]
+        for _ in range(2):  # the second call may be bound
+            with pytest.raises((InputError, RuntimeError)):
+                call(qmodel, (x, *wrong))

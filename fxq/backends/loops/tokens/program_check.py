@@ -13,7 +13,8 @@ from fxq.common.metrics import sqnr
 MIN_AGREEMENT_DB = 80.0
 """Minimum SQNR of the results of programs against the graph. They differ in the order of float32 sums."""
 MIN_ROUNDED_AGREEMENT_DB = 40.0
-"""Minimum SQNR where inputs of layers are rounded: values halfway between two integers may go to either."""
+"""Minimum SQNR where inputs of layers or entries of states are rounded: values halfway between two integers may go to
+either."""
 MIN_JOINED_AGREEMENT_DB = 15.0
 """Minimum SQNR of a program with attentions that rounds inputs of layers. If one value goes to the other integer, all
 later layers differ. The programs between attentions, with the same steps, have been compared one by one before."""

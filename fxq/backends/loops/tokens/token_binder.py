@@ -92,7 +92,7 @@ class TokenBinder(Binder):
         self.known: dict[fx.Node, Any] = {}  # numbers and the like that are the same in all calls
         self.checks: dict[str, ProgramCheck] = {}  # of programs, by the name of their constant
         self.joins = False  # whether attentions, and appending to their states, become part of programs
-        self.rounds = False  # whether a program rounds the inputs of layers
+        self.rounds = False  # whether a program rounds inputs of layers or entries of states
         self._results: dict[fx.Node, Tensor] = {}  # that a program may compute
         self._repeated: dict[str, fx.Node] = {}  # first node of each repetition, by its code
         self._first: dict[fx.Node, fx.Node] = {}  # first node that repeats what a node repeats
@@ -216,7 +216,7 @@ class TokenBinder(Binder):
                 segment = _Segment(self._builder())
             if not is_movable:
                 yield line
-            elif needs.isdisjoint(segment.waiting) and self._is_added(node, segment):
+            elif needs.isdisjoint(segment.waiting) and self._add(node, segment):
                 segment.lines[node] = line
             elif reads.isdisjoint(segment.lines) and reads.isdisjoint(segment.waiting):
                 yield self._attending(line)
@@ -225,7 +225,7 @@ class TokenBinder(Binder):
         yield from self._closed(segment)
 
     def _needs(self, node: fx.Node, reads: set[fx.Node]) -> set[fx.Node]:
-        """Nodes that a program has to have the values of, or the states, to compute this one."""
+        """Nodes whose values or states a program needs to compute this node."""
         if node in self.products:
             return {self.products[node].x}
         if node in self._stored:
@@ -236,7 +236,7 @@ class TokenBinder(Binder):
         of_states = {state_node(attention.key), state_node(attention.value)}
         return {attention.query, *of_states, *([] if attention.mask is None else [attention.mask])}
 
-    def _is_added(self, node: fx.Node, segment: _Segment) -> bool:
+    def _add(self, node: fx.Node, segment: _Segment) -> bool:
         """Add a node to the program of a segment, if that is possible.
 
         A state in integers is not added if a line before the program has appended to it.

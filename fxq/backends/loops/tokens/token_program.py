@@ -39,7 +39,7 @@ class StateForm(NamedTuple):
     in_integers: bool = False
 
     @property
-    def tensors(self) -> int:
+    def tensor_count(self) -> int:
         """Number of tensors that hold the state."""
         return 3 if self.in_integers else 1
 
@@ -60,6 +60,8 @@ class StateForm(NamedTuple):
         length = 0
         for part, dtype, depth in zip(parts, dtypes, (self.depth, 1, 1), strict=False):
             if type(part) is not Tensor or part.dtype is not dtype or part.requires_grad or part.dim() != 4:
+                raise OtherInputsError
+            if not part.is_cpu:
                 raise OtherInputsError
             n, h, length, d = part.shape
             if (n, h, d) != (self.samples, self.heads, depth) or length != parts[0].shape[GROWING_AXIS]:
@@ -152,9 +154,9 @@ class GrowingInputs:
             numbers += mask.data_ptr(), *strides
         return numbers
 
-    def place(self, state: int) -> int:
+    def tensors_before(self, state: int) -> int:
         """Number of tensors that hold the states before this one."""
-        return sum(form.tensors for form in self.states[:state])
+        return sum(form.tensor_count for form in self.states[:state])
 
 
 class TokenProgram:
@@ -187,7 +189,7 @@ class TokenProgram:
     ) -> None:
         self._inputs, self._size, self._kept = [torch.Size(shape) for shape in inputs], size, kept
         self._outputs, self._growing = [torch.Size(shape) for shape in outputs], growing
-        numbers = loops.VARYING * (growing.place(len(growing.states)) + len(growing.masks))
+        numbers = loops.VARYING * (growing.tensors_before(len(growing.states)) + len(growing.masks))
         self._bases = ctypes.c_int64 * (2 + len(inputs) + len(outputs) + numbers)
         self._loops, self._steps, self._parts = loops, steps, parts
         self._job, self._threads, self._tables = self._divided(usable_threads())

@@ -378,7 +378,7 @@ class TokenProgramBuilder:
     def _indices(self, step: _Step, outputs: int) -> dict[int, int]:
         """Where the integers of the states and of the mask of a step are among the bases."""
         first, size, masks = 2 + len(self.inputs) + outputs, self.loops.VARYING, len(self.masks)
-        states = [first + size * (masks + self._growing.place(state)) for state in step.states]
+        states = [first + size * (masks + self._growing.tensors_before(state)) for state in step.states]
         return self._fields(STATE=states, MASK=() if step.mask is None else (first + size * step.mask,))
 
     def _places(self, of_buffer: Mapping[int, int]) -> tuple[list[Place], int]:

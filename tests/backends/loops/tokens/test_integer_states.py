@@ -16,7 +16,7 @@ from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.backends.plain import few_rows
 from fxq.common.metrics import sqnr
 from fxq.common.timed_calls import threads_set_to
-from fxq.errors import StateError
+from fxq.errors import InputError, StateError
 from fxq.graph.query import is_op
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.runtime.growing import OtherInputsError
@@ -199,6 +199,16 @@ def test_states_of_other_forms(change):
         held = got[1:]
     generated(qmodel, call)
     assert attending(qmodel)
+
+
+@torch.no_grad()
+def test_states_without_cpu_memory_are_refused():
+    """Programs read states by address."""
+    qmodel = quantized(STORED)
+    *_, a, b, c, d = generated(qmodel, call)
+    elsewhere = [QuantizedRows(*(part.to("meta") for part in state.parts)) for state in (a, b, c, d)]
+    with pytest.raises(InputError):
+        qmodel(*token(a.shape[2]), *elsewhere)
 
 
 @torch.no_grad()
