@@ -44,8 +44,8 @@ WITHOUT = 'recipe.without_pass("split-inputs")'
 COARSE = "a layer reads its value, and one grid of 8 bits is too coarse for that"
 REST = "the part of an input that its grid rounds off"
 SUM = "adds the products of both parts of an input"
-EMITTED = "one grid is too coarse for quiet parts of its input, but a kernel of this backend emits integers only"
-WHOLE = "one grid is too coarse for quiet parts of its input, but those of other values are, too: a second gains little"
+ONE_GRID = "one grid is too coarse for quiet parts of its input, but"
+"""Note on an input that is left alone, before the obstacle."""
 READS_SUM = "it reads the sum of two products"
 
 
@@ -62,12 +62,11 @@ class SplitInputs(Pass):
     parts, which leaves noise in them. A network that recognizes something loses nothing by that: there, the large
     values matter. So the pass first counts the rows (vectors of channels) of each input that have a large error on
     their grid. Then it runs the graph in float on recorded samples, once as it is and once with these inputs
-    rounded, and compares the outputs in windows of `WINDOW` values. If few windows have a large error, or about as many
-    with all other values rounded, nothing is changed. Ops without weights that compute such an input on integers run in
-    float.
+    rounded, and compares the outputs in windows of `WINDOW` values. If few windows have a large error, nothing is
+    changed. Ops without weights that compute such an input on integers run in float.
     It runs after `fallback`, since float ops that read x must not read c in its place. Where kernels emit integers
-    only, as in the backends fbgemm, qnnpack and onnxruntime, layers get a note in the ledger instead. Inputs with
-    dynamic ranges are left alone.
+    only, as in the backends fbgemm, qnnpack and onnxruntime, and where an op such as a pad moves integers to a layer,
+    the layer gets a note in the ledger instead. Inputs with dynamic ranges are left alone.
 
     Args:
         share: share of the rows of an input, and of the windows of an output, that may have a large error, 0 to 1.
@@ -108,14 +107,10 @@ class SplitInputs(Pass):
             return
         if on_samples(context, most, partial(self._large_errors, gm, _rounding(coarse))) <= self.share:
             return
-        able, rest = [x for x in coarse if x.can_split], [x for x in coarse if not x.can_split]
-        if able and not on_samples(context, most, partial(self._helps, gm, able)):
-            able, rest = [], coarse
-        self._split(rewriter, able)
-        for layer_input in rest:
-            for layer, _ in layer_input.layers:
-                note = WHOLE if layer_input.can_split else EMITTED
-                rewriter.describe(layer, note="; ".join(filter(None, (info(layer).note, note))))
+        self._split(rewriter, [layer_input for layer_input in coarse if not layer_input.obstacle])
+        for layer_input in coarse:
+            for layer, _ in layer_input.layers if layer_input.obstacle else ():
+                rewriter.describe(layer, note="; ".join(filter(None, (info(layer).note, layer_input.obstacle))))
 
     def _coarse(
         self, gm: fx.GraphModule, context: Context, inputs: Mapping[fx.Node, _Input], batches: Sequence[Batch]
@@ -128,17 +123,6 @@ class SplitInputs(Pass):
         for batch in batches:
             _run(gm, batch, see, inputs, floats)
         return [x for x in inputs.values() if x.errors.share > self.share]
-
-    def _helps(self, gm: fx.GraphModule, inputs: Sequence[_Input], batches: Sequence[Batch]) -> bool:
-        """Whether an output has less than half of the large errors if these inputs are exact and all others rounded.
-
-        If not, the rounding of other values, such as one that a pad or a slice before an input moves, causes them.
-        """
-        split = {layer_input.quantize for layer_input in inputs} | _sources(gm, inputs)[1]
-        grids = {n: g for n in gm.graph.nodes if is_op(n, "quantize") and (g := grid_of(gm, n)) is not None}
-        every = {node: grid.rounded for node, grid in grids.items()}
-        others = {node: rounded for node, rounded in every.items() if node not in split}
-        return 2 * self._large_errors(gm, others, batches) < self._large_errors(gm, every, batches)
 
     def _large_errors(
         self, gm: fx.GraphModule, rounding: Mapping[fx.Node, Callable[[Tensor], Tensor]], batches: Sequence[Batch]
@@ -162,7 +146,7 @@ class SplitInputs(Pass):
 
     def _move_sources_to_float(self, rewriter: Rewriter[Context], inputs: Sequence[_Input]) -> None:
         """Let ops without weights that compute the inputs read and compute floats: integers would be as coarse."""
-        for node in _sources(rewriter.gm, inputs)[0]:
+        for node in _sources(rewriter.gm, inputs):
             with rewriter.attributed("run_in_float", run_in_float):
                 run_in_float(rewriter, node, "off the grid", COARSE, WITHOUT)
         read_floats(rewriter)
@@ -211,7 +195,7 @@ class _Input:
         layers: the convolutions that read it, each with its dequantized input.
         axis: axis of the channels, counted from the end.
         errors: errors of its rows on the grid.
-        can_split: whether the kernels that compute and read it can emit floats.
+        obstacle: why it cannot be split, for the ledger; empty if it can.
     """
 
     quantize: fx.Node
@@ -219,7 +203,7 @@ class _Input:
     layers: Sequence[tuple[fx.Node, fx.Node]]
     axis: int
     errors: _Errors
-    can_split: bool
+    obstacle: str
 
     def see(self, x: Tensor) -> Tensor:
         """Add the errors of values, (N, C, ...), and return the values."""
@@ -245,9 +229,14 @@ def _input(gm: fx.GraphModule, node: fx.Node, least: float) -> _Input | None:
     layers = [(user, dq) for user, dq in readers if _is_layer(gm, user, dq)]
     if not layers or any(_is_rest(user) for user, _ in readers):
         return None
-    able = [] if _emits_integers(read) else [layer for layer in layers if not _emits_integers(layer[0])]
+    able = [layer for layer in layers if not _emits_integers(layer[0])]
+    plan, obstacle = plan_of(read), ""
+    if plan is not None and plan.precision == "moves":
+        obstacle = f"{ONE_GRID} %{read.name} moves integers, which are as coarse"
+    elif not able or _emits_integers(read):
+        obstacle = f"{ONE_GRID} a kernel of this backend emits integers only"
     axis = calls_of(gm, layers[0][0])[0].op.traits.channels or 0
-    return _Input(node, grid, able or layers, axis, _Errors(least), bool(able))
+    return _Input(node, grid, able or layers, axis, _Errors(least), obstacle)
 
 
 def _emits_integers(node: fx.Node) -> bool:
@@ -273,13 +262,9 @@ def _is_layer(gm: fx.GraphModule, node: fx.Node, read: fx.Node) -> bool:
     return calls[0].op.name in _CONVS and calls[0].activations == (read,) and not elsewhere
 
 
-def _sources(gm: fx.GraphModule, inputs: Sequence[_Input]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Ops without weights that compute inputs on integers, and the nodes that quantize what these ops read.
-
-    Ops that compute what such an op reads are among them.
-    """
+def _sources(gm: fx.GraphModule, inputs: Sequence[_Input]) -> list[fx.Node]:
+    """Ops without weights that compute inputs on integers, and those that compute what such an op reads."""
     ops: dict[fx.Node, None] = {}
-    quantized: set[fx.Node] = set()
     todo: list[Any] = [layer_input.quantize.args[0] for layer_input in inputs]
     while todo:
         node = todo.pop()
@@ -288,10 +273,9 @@ def _sources(gm: fx.GraphModule, inputs: Sequence[_Input]) -> tuple[list[fx.Node
         if node in ops or plan is None or plan.precision != "int8" or heavy:
             continue
         ops[node] = None
-        read = {r.args[0] for r in node.all_input_nodes if is_op(r, "dequantize") and is_op(r.args[0], "quantize")}
-        quantized |= read
+        read = (r.args[0] for r in node.all_input_nodes if is_op(r, "dequantize") and is_op(r.args[0], "quantize"))
         todo += [quantize.args[0] for quantize in read]
-    return list(ops), quantized
+    return list(ops)
 
 
 def _rounding(inputs: Sequence[_Input]) -> dict[fx.Node, Callable[[Tensor], Tensor]]:
