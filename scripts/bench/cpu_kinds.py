@@ -4,9 +4,9 @@
     python -m scripts.bench.cpu_kinds --only resnet18 --kind avx512_vnni --kind avx2
 
 Each kind has a process of its own, with `FXQ_CPU_KIND`, that reads the same quantized file. They run in turns, on one
-thread. A time is the least CPU time of a call; ratios are to the first kind. Integer sums are exact on every kind, but a
-value halfway between two integers may be rounded to either, which networks with random weights amplify: where results
-differ, their SQNR is printed.
+thread. A time is the least CPU time of a call; ratios are to the first kind. Integer sums are exact on every kind, but
+a value halfway between two integers may be rounded to either, which networks with random weights amplify: where
+results differ, their SQNR is printed.
 """
 
 from __future__ import annotations
