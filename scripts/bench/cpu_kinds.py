@@ -24,9 +24,9 @@ import torch
 from tabulate import tabulate
 
 import fxq
-from fxq.common.metrics import sqnr
 from scripts.bench import history
 from scripts.bench.engine_cases import CASES
+from scripts.bench.number import sqnr
 from scripts.bench.timing import no_gc
 
 NETWORKS = ("resnet18", "mobilenet_v2", "efficientnet_b0", "bert")
