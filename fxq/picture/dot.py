@@ -78,15 +78,27 @@ def _add_group(graph: graphviz.Digraph, group: Group, names: Mapping[str, str], 
 def run(text: str, form: str) -> bytes:
     """Run `dot` on DOT text, and return its output in format `form`.
 
+    Some versions of `dot` crash on a few layouts: it runs again with other distances then.
+
     Raises:
         RenderError: `dot` is missing or fails.
     """
     import graphviz
 
-    try:
-        return bytes(graphviz.pipe("dot", form, text.encode(), quiet=True))
-    except graphviz.ExecutableNotFound as error:
-        raise RenderError(INSTALL) from error
-    except graphviz.CalledProcessError as error:
-        message = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
-        raise RenderError(f"dot failed: {message.strip()[:500]}") from error
+    for distance in ("", *_OTHER_DISTANCES):
+        body, end, after = text.rpartition("}")
+        tried = f"{body}\tgraph [nodesep={distance}]\n{end}{after}" if distance else text
+        try:
+            return bytes(graphviz.pipe("dot", form, tried.encode(), quiet=True))
+        except graphviz.ExecutableNotFound as error:
+            raise RenderError(INSTALL) from error
+        except graphviz.CalledProcessError as error:
+            if error.returncode >= 0:
+                message = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
+                raise RenderError(f"dot failed: {str(message).strip()[:500]}") from error
+            crash = error
+    raise RenderError(f"dot crashed with signal {-crash.returncode}, also with other distances of nodes.") from crash
+
+
+_OTHER_DISTANCES = ("0.3", "0.4")
+"""Distances of nodes in inches that are tried if `dot` crashes."""

@@ -44,3 +44,31 @@ def test_where_dot_fails_with_frames_it_draws_without(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "run", run)
     svg = render(network(8), tmp_path / "g.svg").read_text()
     assert ">layer0.3<" not in svg and "layer0_3_conv1" in svg
+
+
+@needs_dot
+@pytest.mark.parametrize("crashes", [1, 2, 3])
+def test_dot_runs_again_with_other_distances_if_it_crashes(crashes, monkeypatch):
+    import graphviz
+
+    pipe, texts = graphviz.pipe, []
+
+    def crashing(engine, form, text, **options):
+        texts.append(text)
+        if len(texts) <= crashes:
+            raise graphviz.CalledProcessError(-11, ["dot"], stderr=b"")
+        return pipe(engine, form, text, **options)
+
+    monkeypatch.setattr(graphviz, "pipe", crashing)
+    if crashes == 3:
+        with pytest.raises(RenderError, match="dot crashed with signal 11"):
+            dot_module.run("digraph { a -> b }", "svg")
+    else:
+        assert b"<svg" in dot_module.run("digraph { a -> b }", "svg")
+    assert len(set(texts)) == len(texts) == min(crashes + 1, 3)
+
+
+@needs_dot
+def test_errors_of_dot_are_told_at_once():
+    with pytest.raises(RenderError, match=r"dot failed: .*syntax error"):
+        dot_module.run("digraph { a -> }", "svg")
