@@ -30,9 +30,9 @@ class Tensorrt(Reference):
     GPU, TensorRT runs the file that `qmodel.export("m.onnx", target="tensorrt")` writes.
 
     A layer and a sum after it are separate units, so that both inputs of the sum are quantized, if its result is read
-    as integers. Activation functions
-    after a layer are in its unit. Layers with dynamic ranges, recurrent layers and embeddings stay in float; so do
-    weight-only layers, except linear ones with symmetric 4-bit weights in blocks of 64 or 128.
+    as integers. Activation functions after a layer are in its unit. Layers with dynamic ranges, recurrent layers and
+    embeddings stay in float; so do weight-only layers, except linear ones with symmetric 4-bit weights in blocks of 64
+    or 128.
 
     Source: NVIDIA, TensorRT documentation, "Working with Quantized Types".
     """

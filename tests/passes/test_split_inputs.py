@@ -184,6 +184,18 @@ def test_kernels_that_emit_integers_only_stay(emitting):
     before = text(gm)
     SplitInputs().run(fxq.extend.Rewriter(gm, manager.context, "split-inputs"))
     assert text(gm) == before
+    notes = {info(node).path: info(node).note for node in gm.graph.nodes if info(node).note}
+    assert notes and all("a kernel of this backend emits integers only" in note for note in notes.values())
+
+
+def test_an_input_that_a_pad_moves_in_integers_stays():
+    class Padded(Voice):
+        def forward(self, x):
+            return self.last(nn.functional.pad(self.act(self.first(x)), (1, 1), mode="reflect"))
+
+    gm = after(Padded())
+    notes = {info(node).path: info(node).note for node in gm.graph.nodes}
+    assert "%pad moves integers, which are as coarse" in notes["last"] and "last_fine" not in text(gm)
 
 
 class Branches(Voice):
