@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -47,8 +47,8 @@ class AdoptGrids(Pass):
 
     Before: quantize(conv2d(dequantize(q), w, b)), where the float weight w has a stored grid
     After: the same graph, with a `Plan` on every op, and the grid on an edge of w, as after choose-grids
-    Also: signed activations become unsigned ones with the same values, which all kernels take. An op that only moves
-    or clips values to a grid other than that of its inputs gets requantized inputs.
+    Also: signed activations become unsigned ones with the same values, unless the backend asks for signed ones. An op
+    that only moves or clips values to a grid other than that of its inputs gets requantized inputs.
     Keeps: the output, exactly. What the model computes in float stays in float.
     """
 
@@ -57,7 +57,7 @@ class AdoptGrids(Pass):
     gives: ClassVar[Stage] = Stage.OBSERVED
 
     def run(self, rewriter: Rewriter[Context]) -> None:
-        """Make activations unsigned, plan all ops, then write the grids of the weights that they read."""
+        """Settle the signs of activations, plan all ops, then write the grids of the weights that they read."""
         _refuse_specs(rewriter.context.recipe)
         for node in rewriter.nodes():
             if node.target is ROUND_TO_RANGE:
@@ -65,7 +65,7 @@ class AdoptGrids(Pass):
                 rewriter.replace(node, on_grid(rewriter, x, x, OWN_RANGE, node.name)[1])
         _refuse_float_model(rewriter)
         _move_in_float(rewriter)
-        _make_unsigned(rewriter)
+        _settle_signs(rewriter)
         _keep_on_grids(rewriter)
         nodes = [n for n in rewriter.nodes() if n.op.startswith("call") and taken_from(n) is n]
         calls = {n: calls_of(rewriter.gm, n) for n in nodes if not is_op(n, *CONVERSIONS, *DYNAMIC_GRID_OPS)}
@@ -137,19 +137,31 @@ def _move_in_float(rewriter: Rewriter) -> None:
         rewriter.reroute(node, q, only=users.__contains__)
 
 
-def _make_unsigned(rewriter: Rewriter) -> None:
-    """Replace grids of int8 activations by grids of uint8 with the same values, where only dequantize reads them."""
+def _settle_signs(rewriter: Rewriter[Context]) -> None:
+    """Replace grids of int8 activations by grids of uint8 with the same values, unless the backend asks for signed ones.
+
+    Grids stay where other ops than dequantize read the integers.
+    """
     for node in rewriter.nodes("quantize"):
         grid, readers = grid_of(rewriter.gm, node), list(node.users)
         if grid is None or grid.axis is not None or grid.dtype is not torch.int8:
             continue
         if not all(is_op(reader, "dequantize") for reader in readers):
             continue
-        rewriter.describe(node, dtype=torch.uint8)
-        for conversion in (node, *readers):
-            unsigned: dict[str, Any] = {"zero_point": grid.z + 128, "qmin": grid.qmin + 128, "qmax": grid.qmax + 128}
-            unsigned |= {"dtype": torch.uint8} if conversion is node else {}
-            rewriter.update(conversion, kwargs={**conversion.kwargs, **unsigned})
+        dtype, shift = (torch.int8, 0) if _wants_signed(rewriter, readers) else (torch.uint8, 128)
+        whole: dict[str, Any] = {"zero_point": grid.z + shift, "qmin": grid.qmin + shift, "qmax": grid.qmax + shift}
+        rewriter.describe(node, dtype=dtype)
+        rewriter.update(node, kwargs={**node.kwargs, **whole, "dtype": dtype})
+        for reader in readers:
+            rewriter.update(reader, kwargs={**reader.kwargs, **whole})
+
+
+def _wants_signed(rewriter: Rewriter[Context], dequantized: Iterable[fx.Node]) -> bool:
+    """Whether the backend asks for signed activations in a unit that reads one of these values."""
+    gm, backend = rewriter.gm, rewriter.context.backend
+    units = [calls_of(gm, user) for value in dequantized for user in value.users if not is_op(user, *CONVERSIONS)]
+    configs = [backend.config(gm, QuantConfig(ACTIVATION, None), calls) for calls in units if calls]
+    return any(config.activation is not None and config.activation.signed for config in configs)
 
 
 def _keep_on_grids(rewriter: Rewriter) -> None:

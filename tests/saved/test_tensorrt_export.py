@@ -219,3 +219,15 @@ def test_a_file_is_read_with_its_grids(tmp_path):
     path = qmodel.export(tmp_path / "m.onnx", target="tensorrt")
     again = fxq.quantize(str(path), fxq.Recipe.stored(backend="reference"), example_inputs=X)
     assert sqnr(qmodel(X), again(X)) > 40  # equal up to ties
+
+
+@pytest.mark.parametrize(("net", "x", "count"), [(Residual, X, 18), (Attention, ROWS, 12)])
+def test_a_file_that_is_read_is_written_for_tensorrt_again(net, x, count, tmp_path):
+    path = quantized(net, x).export(tmp_path / "m.onnx", target="tensorrt", example_inputs=x)
+    again = fxq.quantize(str(path), fxq.Recipe.stored(backend="tensorrt"), example_inputs=x)
+    second = onnx.load(again.export(tmp_path / "again.onnx", target="tensorrt", example_inputs=x))
+    assert check_as_documented(second) == count
+    (first,), (got,) = (
+        exact_session(tmp_path / name).run(None, {"x": x.numpy()}) for name in ("m.onnx", "again.onnx")
+    )
+    assert (first == got).all()
