@@ -36,7 +36,8 @@ def fit_tensorrt(path: Path, gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         reason = _refusal(gm, node)
         if reason:
-            raise ExportError(f"{path} cannot be written for TensorRT: {_place(node)} {reason}. {_REMEDY}.")
+            remedy = "Leave out the pass low-rank, whose factors have 8 bits" if info(node).corrects else _REMEDY
+            raise ExportError(f"{path} cannot be written for TensorRT: {_place(node)} {reason}. {remedy}.")
         if is_op(node, "quantize", "requantize"):
             node.kwargs = {**node.kwargs, "qmin": _INT8.min}
     gm.recompile()

@@ -181,6 +181,9 @@ def test_four_bit_weights_in_blocks(tmp_path):
     assert [attribute(n, "block_size") for n in weights] == [64, 64]  # the third layer has one block per row
     (got,) = exact_session(path).run(None, {"input": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), qmodel(x), rtol=0.02, atol=0.02)  # the runtime rounds its inputs
+    corrected = fxq.quantize(net, recipe.insert_pass(fxq.passes.LowRank(rank=4), after="gptq"), example_inputs=x)
+    with pytest.raises(ExportError, match="Leave out the pass low-rank, whose factors have 8 bits"):
+        corrected.export(tmp_path / "corrected.onnx", target="tensorrt")
     with pytest.warns(FxqWarning, match="TensorRT takes weights alone only as symmetric int4"):
         plain = fxq.quantize(net, fxq.Recipe.weight_only(backend="tensorrt"), example_inputs=x)
     assert {row.precision for row in plain.ledger} == {"float"}
