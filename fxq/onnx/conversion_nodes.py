@@ -191,6 +191,9 @@ def dequantize(
             axis, block = channel_axis, None
         elif axis is not None and block is not None:
             step, zero, block = _in_equal_blocks((step, zero), x.shape[axis], axis, block)
+            if w.for_openvino and x.shape[axis] % block:
+                whole = _in_whole_blocks(w, x.name, stored, axis, block, type_number)
+                return _cut(w, _dequantize(w, whole, (step, zero), axis, block, type_number), axis, x.shape[axis])
         return _dequantize(w, x, (step, zero), axis, block, type_number)
     q = stored
     values = w.cached_constant(("real", x.name), lambda: float_values(q, step, zero, axis, block))
@@ -219,6 +222,20 @@ def _in_equal_blocks(grid: tuple[Tensor, Tensor], size: int, axis: int, block: i
     places = torch.arange(0, size, smaller, device="cpu") // block
     step, zero = (values.index_select(axis, places) for values in grid)
     return step, zero, smaller
+
+
+def _in_whole_blocks(
+    w: Writer, name: str, stored: Tensor, axis: int, block: int, type_number: int | None
+) -> Value:
+    """Write integers with zeros after them along an axis, up to a multiple of the block size, as OpenVINO requires."""
+    zeros = torch.zeros_like(stored.narrow(axis, 0, 1)).repeat_interleave(-stored.shape[axis] % block, axis)
+    whole = w.cached_constant(("whole blocks", name, axis, block), lambda: torch.cat([stored, zeros], axis))
+    return Value(w.constant(whole, type_number), torch.empty_like(whole, device="meta"))
+
+
+def _cut(w: Writer, x: Value, axis: int, size: int) -> Value:
+    """Write the first entries of a value along an axis."""
+    return Value(w.cut(x, axis, 0, size), x.like.narrow(axis, 0, size))
 
 
 def _dequantize(

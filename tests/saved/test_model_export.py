@@ -162,13 +162,35 @@ def test_openvino_takes_tables_of_integers(tmp_path):
         torch.testing.assert_close(torch.from_numpy(compiled(more.numpy())[0]), qmodel(more), rtol=1e-4, atol=1e-4)
 
 
-def test_what_openvino_refuses_is_named(tmp_path):
-    pytest.importorskip("openvino")
+@pytest.mark.parametrize(
+    ("net", "x", "blocks"),
+    [
+        (nn.Linear(100, 4), torch.rand(2, 100), 64),
+        (nn.Conv1d(20, 4, 3), torch.rand(2, 20, 9), 36),
+        (nn.Conv2d(23, 4, 3), torch.rand(1, 23, 5, 5), 64),
+    ],
+)
+def test_openvino_takes_blocks_that_do_not_divide_a_row(net, x, blocks, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    qmodel = fxq.quantize(net.eval(), fxq.Recipe.weight_only(bits=4, per=blocks), example_inputs=x)
+    assert {row.precision for row in qmodel.ledger} == {"weight-only"}
+    compiled = openvino.Core().compile_model(
+        qmodel.export(tmp_path / "m.xml"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    torch.testing.assert_close(torch.from_numpy(compiled(x.numpy())[0]), qmodel(x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_openvino_refuses_is_named(tmp_path, monkeypatch):
+    openvino = pytest.importorskip("openvino")
     qmodel = fxq.quantize(nn.Linear(100, 4), fxq.Recipe.weight_only(bits=4), example_inputs=torch.rand(2, 100))
-    with pytest.raises(
-        ExportError, match=r"does not take the model: DequantizeLinear.*cannot be divided by block_size"
-    ):
+
+    def refuse(*_):
+        raise RuntimeError("Check failed:\nno such op")
+
+    monkeypatch.setattr(openvino.Core, "read_model", refuse)
+    with pytest.raises(ExportError, match="OpenVINO does not take the model: Check failed"):
         qmodel.export(tmp_path / "m.xml")
+    assert not (tmp_path / "m.xml").exists()
 
 
 def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
