@@ -138,7 +138,7 @@ def _move_in_float(rewriter: Rewriter) -> None:
 
 
 def _settle_signs(rewriter: Rewriter[Context]) -> None:
-    """Replace grids of int8 activations by grids of uint8 with the same values, unless the backend asks for signed ones.
+    """Replace grids of int8 activations by grids of uint8 with the same values, unless the backend asks for int8.
 
     Grids stay where other ops than dequantize read the integers.
     """

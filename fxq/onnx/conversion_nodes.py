@@ -183,21 +183,35 @@ def dequantize(
         type_number = None if bits > 4 else INT4 if packing.signed else UINT4
         stored = w.cached_constant(("unpacked", x.name), lambda: packing.unpack(in_bytes))
         x = Value(w.constant(stored, type_number), torch.empty_like(stored, device="meta"))
-    step, zero = _grid(w, x, scale, zero_point, x.dtype, axis, block)
+    grid = _grid(w, x, scale, zero_point, x.dtype, axis, block)
     if not w.floats:
-        channel_axis = _channel_axis((step, zero), x.shape) if block is not None else None
-        if channel_axis is not None:  # every runtime has per-channel grids
-            step, zero = (t.movedim(channel_axis, 0).flatten(1)[:, 0].contiguous() for t in (step, zero))
-            axis, block = channel_axis, None
-        elif axis is not None and block is not None:
-            step, zero, block = _in_equal_blocks((step, zero), x.shape[axis], axis, block)
-            if w.for_openvino and x.shape[axis] % block:
-                whole = _in_whole_blocks(w, x.name, stored, axis, block, type_number)
-                return _cut(w, _dequantize(w, whole, (step, zero), axis, block, type_number), axis, x.shape[axis])
-        return _dequantize(w, x, (step, zero), axis, block, type_number)
+        return _dequantize_constant(w, x, stored, grid, axis, block, type_number)
     q = stored
-    values = w.cached_constant(("real", x.name), lambda: float_values(q, step, zero, axis, block))
+    values = w.cached_constant(("real", x.name), lambda: float_values(q, *grid, axis, block))
     return Value(w.constant(values), torch.empty_like(values, device="meta"))
+
+
+def _dequantize_constant(
+    w: Writer,
+    x: Value,
+    stored: Tensor,
+    grid: tuple[Tensor, Tensor],
+    axis: int | None,
+    block: int | None,
+    type_number: int | None,
+) -> Value:
+    """Write a DequantizeLinear of constant integers, per channel or in blocks that the runtime takes."""
+    if axis is None or block is None:
+        return _dequantize(w, x, grid, axis, block, type_number)
+    channel_axis = _channel_axis(grid, x.shape)
+    if channel_axis is not None:  # every runtime has per-channel grids
+        step, zero = (t.movedim(channel_axis, 0).flatten(1)[:, 0].contiguous() for t in grid)
+        return _dequantize(w, x, (step, zero), channel_axis, None, type_number)
+    step, zero, block = _in_equal_blocks(grid, x.shape[axis], axis, block)
+    if w.for_openvino and x.shape[axis] % block:
+        whole = _in_whole_blocks(w, x.name, stored, axis, block, type_number)
+        return _cut(w, _dequantize(w, whole, (step, zero), axis, block, type_number), axis, x.shape[axis])
+    return _dequantize(w, x, (step, zero), axis, block, type_number)
 
 
 def _channel_axis(grid: tuple[Tensor, Tensor], shape: Sequence[int]) -> int | None:
@@ -224,9 +238,7 @@ def _in_equal_blocks(grid: tuple[Tensor, Tensor], size: int, axis: int, block: i
     return step, zero, smaller
 
 
-def _in_whole_blocks(
-    w: Writer, name: str, stored: Tensor, axis: int, block: int, type_number: int | None
-) -> Value:
+def _in_whole_blocks(w: Writer, name: str, stored: Tensor, axis: int, block: int, type_number: int | None) -> Value:
     """Write integers with zeros after them along an axis, up to a multiple of the block size, as OpenVINO requires."""
     zeros = torch.zeros_like(stored.narrow(axis, 0, 1)).repeat_interleave(-stored.shape[axis] % block, axis)
     whole = w.cached_constant(("whole blocks", name, axis, block), lambda: torch.cat([stored, zeros], axis))

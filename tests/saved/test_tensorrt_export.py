@@ -230,7 +230,5 @@ def test_a_file_that_is_read_is_written_for_tensorrt_again(net, x, count, tmp_pa
     again = fxq.quantize(str(path), fxq.Recipe.stored(backend="tensorrt"), example_inputs=x)
     second = onnx.load(again.export(tmp_path / "again.onnx", target="tensorrt", example_inputs=x))
     assert check_as_documented(second) == count
-    (first,), (got,) = (
-        exact_session(tmp_path / name).run(None, {"x": x.numpy()}) for name in ("m.onnx", "again.onnx")
-    )
+    (first,), (got,) = (exact_session(tmp_path / name).run(None, {"x": x.numpy()}) for name in ("m.onnx", "again.onnx"))
     assert (first == got).all()
