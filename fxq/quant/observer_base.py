@@ -240,25 +240,26 @@ class Observer(nn.Module, ABC):
             besides: numbers that the grid must cover as well, after clipping.
 
         Raises:
-            CalibrationError: the observer has seen no data, or its `clipped` returns no range.
+            CalibrationError: the observer has seen no data, or its `range` or `clipped` returns no range.
         """
-        seen = self.range()
-        low, high = self._checked(self.clipped(*seen), seen[0].shape)
+        seen = self._checked("range", self.range())
+        low, high = self._checked("clipped", self.clipped(*seen), seen[0].shape)
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
         return choose_qparams(low, high, self.spec, self.axis, self.block)
 
-    def _checked(self, clipped: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return a result of `clipped` if it is a range of this shape, for observers of the user's."""
-        where = f"{self._tensor}: clipped() of the observer {type(self).__qualname__!r} returned"
-        match clipped:
+    def _checked(self, method: str, returned: Any, shape: torch.Size | None = None) -> tuple[Tensor, Tensor]:
+        """Return what a method of the user's observer returned if it is a range; None as shape: of any shape."""
+        where = f"{self._tensor}: {method}() of the observer {type(self).__qualname__!r} returned"
+        match returned:
             case (Tensor() as low, Tensor() as high):
+                shape = low.shape if shape is None else shape
                 if low.shape != shape or high.shape != shape:
                     shapes = f"{list(low.shape)} and {list(high.shape)}"
                     raise CalibrationError(f"{where} tensors of the shapes {shapes}, and not {list(shape)}.")
                 if bool((low <= high).all()) and bool(torch.isfinite(torch.stack([low.min(), high.max()])).all()):
                     return low, high
                 raise CalibrationError(f"{where} {low} and {high}, no finite range.")
-        raise CalibrationError(f"{where} {clipped!r}, and not two tensors: smallest and largest value.")
+        raise CalibrationError(f"{where} {returned!r}, and not two tensors: smallest and largest value.")
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.

@@ -617,6 +617,7 @@ def test_an_observer_does_not_answer_for_other_channels_or_constants():
     assert observer_for(spec).answer_as(observer_for(spec, constants=(1.0,))) is None
 
 
+@pytest.mark.parametrize("method", ["clipped", "range"])
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
@@ -624,16 +625,27 @@ def test_an_observer_does_not_answer_for_other_channels_or_constants():
         ((torch.tensor(math.nan), torch.tensor(1.0)), r"returned nan and 1\.0, no finite range"),
         ((torch.tensor(0.0), torch.tensor(math.inf)), r"returned 0\.0 and inf, no finite range"),
         (3, "returned 3, and not two tensors"),
-        ((torch.zeros(3), torch.ones(3)), r"returned tensors of the shapes \[3\] and \[3\], and not \[\]"),
-        ((torch.zeros(0), torch.ones(())), r"returned tensors of the shapes \[0\] and \[\], and not \[\]"),
+        (None, "returned None, and not two tensors"),
+        ((torch.zeros(0), torch.ones(())), r"returned tensors of the shapes \[0\] and \[\], and not \[0?\]"),
     ],
 )
-def test_a_range_of_the_users_that_is_none(returned, why):
+def test_a_range_of_the_users_that_is_none(method, returned, why):
     class Own(MinMax):
-        def clipped(self, low, high):
-            return returned
+        pass
 
+    setattr(Own, method, lambda *_: returned)
     observer = Own(TensorSpec(), name="conv1's input")
     observer(torch.randn(8))
-    with pytest.raises(CalibrationError, match=rf"conv1's input: clipped\(\) of the observer '.*Own' {why}"):
+    with pytest.raises(CalibrationError, match=rf"conv1's input: {method}\(\) of the observer '.*Own' {why}"):
+        observer.qparams()
+
+
+def test_a_clipped_range_has_the_shape_of_the_range():
+    class Own(MinMax):
+        def clipped(self, low, high):
+            return low.expand(3), high.expand(3)
+
+    observer = Own(TensorSpec())
+    observer(torch.randn(8))
+    with pytest.raises(CalibrationError, match=r"returned tensors of the shapes \[3\] and \[3\], and not \[\]"):
         observer.qparams()
