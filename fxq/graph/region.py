@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -95,6 +95,15 @@ class Region:
         outputs = tuple(copies[node] for node in self.outputs)
         graph.output(outputs if len(outputs) > 1 else outputs[0])
         return graph
+
+
+def whole_region(graph: fx.Graph) -> Region:
+    """Region of all nodes of a graph, such as one that `Region.to_graph` returned."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    returned = graph.output_node().args[0]
+    outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    inputs = tuple(graph.find_nodes(op="placeholder"))
+    return Region(tuple(nodes), cast(Any, outputs), tuple(map(NodeSnapshot.of, nodes)), inputs)
 
 
 def read_region(gm: fx.GraphModule, node: fx.Node, emits_float: bool = False) -> Region | None:

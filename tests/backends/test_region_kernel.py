@@ -408,6 +408,15 @@ def test_rounding_on_the_way_is_no_error(net, monkeypatch):
     assert not equal(qmodel(net[1]), quantized(net, REFERENCE)(net[1]))
 
 
+def test_verify_tells_rounding_on_the_way_from_a_step_too_much(net, monkeypatch):
+    data = pickle.dumps(quantized(net))
+    monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"scale": grid["scale"] * (1 - 3e-5)}))
+    pickle.loads(data).verify()
+    monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"zero_point": grid["zero_point"] + 1}))
+    with pytest.raises(fxq.FxqError, match=r"kernels are wrong on this machine: .*it is off by"):
+        pickle.loads(data).verify()
+
+
 def test_a_step_too_much_on_the_way_is_an_error(net, monkeypatch):
     monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"zero_point": grid["zero_point"] + 1}))
     with pytest.warns(fxq.FxqWarning, match="the tests.region kernel is wrong on this machine: .*off by"):
