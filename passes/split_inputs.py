@@ -39,7 +39,7 @@ _CONVS = (*OPS.family("conv"), *OPS.family("conv_transpose"))
 FEW_SAMPLES = 2
 """Maximum number of samples that a large model runs on."""
 WINDOW = 256
-"""Number of consecutive values of an output that are compared together."""
+"""Maximum number of consecutive values of an output that are compared together."""
 WITHOUT = 'recipe.without_pass("split-inputs")'
 COARSE = "a layer reads its value, and one grid of 8 bits is too coarse for that"
 REST = "the part of an input that its grid rounds off"
@@ -62,7 +62,7 @@ class SplitInputs(Pass):
     parts, which leaves noise in them. A network that recognizes something loses nothing by that: there, the large
     values matter. So the pass first counts the rows (vectors of channels) of each input that have a large error on
     their grid. Then it runs the graph in float on recorded samples, once as it is and once with these inputs
-    rounded, and compares the outputs in windows of `WINDOW` values. If few windows have a large error, nothing is
+    rounded, and compares the outputs in windows of up to `WINDOW` values. If few windows have a large error, nothing is
     changed. Ops without weights that compute such an input on integers run in float.
     It runs after `fallback`, since float ops that read x must not read c in its place. Where kernels emit integers
     only, as in the backends fbgemm, qnnpack and onnxruntime, and where an op such as a pad moves integers to a layer,
@@ -320,9 +320,9 @@ def _run(
 
 
 def _windows(value: Tensor) -> Tensor:
-    """Windows of `WINDOW` consecutive values, (N, WINDOW), without an incomplete last one; all if there are fewer."""
+    """Windows of up to `WINDOW` consecutive values, (N, size). The few values that remain are left out."""
     flat = value.flatten()
-    size = min(WINDOW, max(len(flat), 1))
+    size = max(len(flat) // max(-(-len(flat) // WINDOW), 1), 1)
     return flat[: len(flat) // size * size].view(-1, size)
 
 

@@ -162,6 +162,13 @@ def test_rows_without_error_do_not_count():
     assert is_unchanged(Voice(), data=data)
 
 
+def test_short_outputs_count_to_their_end():
+    """Of three windows, the last one is quiet."""
+    short = [x[..., LOUD - 300 : LOUD + 340] for x in sounds()]
+    assert not is_unchanged(Voice(), data=short)
+    assert is_unchanged(Voice(), data=[x[..., :300] for x in short])
+
+
 def test_loud_sounds_stay():
     assert is_unchanged(Voice(), data=sounds(quiet=1.0))
 
