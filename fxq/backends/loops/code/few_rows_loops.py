@@ -6,15 +6,21 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import few_rows_code as code
+from fxq.backends.loops.code import machine_code
+from fxq.backends.loops.code.chunk_code import CHUNK, input_factors, word_bytes
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import CHUNK, INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
+from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
 from fxq.quant.packing import UNIT
 
-MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
+MAX_INTEGER_ROWS = 16 if machine_code.KIND.dot else 4
 """Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
+_HAS_SAME_SIGNS = machine_code.KIND.unsigned_dot != ""
+"""Whether integers of the input are signed if those of the weight are, instead of unsigned."""
+_WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))
+"""Bytes of the words of 4-bit values, and the factors of the input for each value of a word, see `Chunk4`."""
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
@@ -113,21 +119,20 @@ def _arrange8(x, columns, out):
 
 @helper
 def _arrange4(x, columns, row_bytes, out):
-    """Write a row of the input in the order of chunks of 4-bit values, `_Chunk4`; with zeros as in `_arrange8`."""
-    done, half = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // 2
+    """Write a row of the input in the order of chunks of 4-bit values, `Chunk4`; with zeros as in `_arrange8`."""
+    done, size = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // _WORD_BYTES
     for first in range(0, done, CHUNK):
-        for i in range(half):
-            j, place = first + 2 * i, 2 * first + i
-            out[place], out[place + 2 * half] = x[j], x[j + 1] * _f(1 / 256)
-            out[place + half], out[place + 3 * half] = (
-                x[row_bytes + j] * _f(1 / 16),
-                x[row_bytes + j + 1] * _f(1 / 4096),
-            )
+        for i in range(size):
+            for byte in range(_WORD_BYTES):
+                j, place = first + _WORD_BYTES * i + byte, 2 * first + 2 * byte * size + i
+                out[place] = x[j] * _FACTORS[2 * byte]
+                out[place + size] = x[row_bytes + j] * _FACTORS[2 * byte + 1]
     for i in range(CHUNK):
-        j, place, factor = row_bytes - CHUNK + i, 2 * done + CHUNK * (i % 2) + i // 2, _f(1 / 256 if i % 2 else 1)
-        out[place] = x[j] * factor if j >= done else _f(0)
+        j, byte = row_bytes - CHUNK + i, i % _WORD_BYTES
+        place = 2 * (done + byte * size) + i // _WORD_BYTES
+        out[place] = x[j] * _FACTORS[2 * byte] if j >= done else _f(0)
         is_high = j >= done and row_bytes + j < columns
-        out[place + half] = x[row_bytes + j] * factor * _f(1 / 16) if is_high else _f(0)
+        out[place + size] = x[row_bytes + j] * _FACTORS[2 * byte + 1] if is_high else _f(0)
 
 
 @helper
@@ -286,7 +291,7 @@ def multiply_integers(
     stored_bytes = row_bytes
     bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
-    flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)
+    flip = np.uint8(0) if (kind == SIGNED8) != _HAS_SAME_SIGNS else np.uint8(128)
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x, scales_of_x, zeros_of_x = carray(bytes_(x), (rows, columns)), floats(grid_scale), floats(grid_zero)
