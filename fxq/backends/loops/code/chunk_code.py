@@ -44,11 +44,11 @@ class Chunk8:
     def __init__(self, signed: bool) -> None:
         self.signed = signed
 
-    def sums(self, results: int) -> Any:
-        """Vector type of the sums of a result, in a tile of so many results."""
+    def sums(self, rows: int, columns: int) -> Any:
+        """Vector type of the sums of a result, or of a pair of rows and of columns, in a tile of this size."""
         if not machine_code.KIND.is_arm:
             return self.loaded
-        registers = max(_SUMS_AT_ONCE // (results * self.halves), 1)
+        registers = 1 if self.has_pairs(rows, columns) else max(_SUMS_AT_ONCE // (rows * columns * self.halves), 1)
         return ir.VectorType(self.loaded.element, min(_ARM_LANES * registers, self.loaded.count))
 
     def raw(self, b: Any, address: Any) -> Any:
@@ -60,16 +60,24 @@ class Chunk8:
         return _floats_of(b, raw[k], self.signed)
 
     def plus_products(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
-        """Sums with the products of a vector of the input and a prepared vector of the weight."""
+        """Sums with the products of a vector of the input and a prepared vector of the weight, or of pairs of them."""
         count = x.type.count // total.type.count
         if count == 1:
             return self._plus_product(b, total, x, weight)
+        plus = self._plus_product if x.type == self.loaded else self._plus_pair
         for k in range(count):
-            total = self._plus_product(b, total, *(products.part(b, value, k, count) for value in (x, weight)))
+            total = plus(b, total, *(products.part(b, value, k, count) for value in (x, weight)))
         return total
 
     def _plus_product(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
         return vectors.multiply_add(b, x, weight, total)
+
+    def has_pairs(self, _rows: int, _columns: int) -> bool:
+        """Whether one instruction multiplies two rows of the input and two of the weight in tiles of this size."""
+        return False
+
+    def _plus_pair(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        raise NotImplementedError
 
     def as_floats(self, _b: Any, sums: Any) -> Any:
         """Sums as floats."""
@@ -206,6 +214,21 @@ class Integers8(Chunk8):
             return vectors.call_intrinsic(b, "llvm.x86.avx512.vpdpbusd.256", self.loaded, [total, unsigned, signed])
         unsigned, signed = (b.bitcast(value, ir.VectorType(INT8, CHUNK)) for value in (unsigned, signed))
         return b.add(total, self._sums(b, unsigned, signed))
+
+    def has_pairs(self, rows: int, columns: int) -> bool:
+        """Whether one instruction multiplies two rows of the input and two of the weight in tiles of this size."""
+        return bool(machine_code.KIND.pair_dot) and rows % 2 == columns % 2 == 0
+
+    def pair(self, b: Any, first: Any, second: Any) -> Any:
+        """Eight integers of two vectors in turn."""
+        return vectors.lanes_of(b, first, second, [lane for k in range(0, 8, 2) for lane in (k, k + 1, k + 8, k + 9)])
+
+    def pair_lane(self, row: int, column: int) -> int:
+        """Lane of the sum of a row of the input and a row of the weight, of two each."""
+        return 2 * row + column if self.signed else 2 * column + row
+
+    def _plus_pair(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        return products.add_pair_dot(b, total, *((x, weight) if self.signed else (weight, x)))
 
     def as_floats(self, b: Any, sums: Any) -> Any:
         """Sums as floats. Those of unsigned products are not negative."""

@@ -36,6 +36,8 @@ class CpuKind:
         wide_pixels: Registers of a tile of such a convolution.
         float_tile: Rows and columns of a tile of a product of floats.
         unsigned_dot: LLVM intrinsic like `dot`, of uint8 and uint8, if `dot` multiplies int8 by int8; else "".
+        pair_dot: LLVM intrinsic that adds the products of two rows of eight uint8 and two of eight int8 to four
+            sums; "" where there is none.
         x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
         has_amx: Whether large products use AMX, see `amx_code.py`.
         is_played: Whether another CPU plays this kind: a larger one, or one that emulates its AMX instructions.
@@ -52,6 +54,7 @@ class CpuKind:
     wide_pixels: int
     float_tile: tuple[int, int]
     unsigned_dot: str = ""
+    pair_dot: str = ""
     x_offset: int = 0
     has_amx: bool = False
     is_played: bool = False
@@ -95,6 +98,7 @@ AMX = ("amx-int8", "amx-bf16", "amx-tile")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
 _SDOT, _UDOT, _USDOT = (f"llvm.aarch64.neon.{prefix}dot.v4i32.v16i8" for prefix in ("s", "u", "us"))
+_USMMLA = "llvm.aarch64.neon.usmmla.v4i32.v16i8"
 _DOT_512 = "llvm.x86.avx512.vpdpbusd.512"
 KINDS = (
     CpuKind(
@@ -104,7 +108,7 @@ KINDS = (
     CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 8, 0, 1, (12, 32)),
     CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
     CpuKind("avx2", ("avx2", "fma"), ("avx512f", "avxvnni"), 256, "", _PAIRS_256, 4, 0, 1, (4, 16)),
-    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _USDOT, "", 6, 0, 1, (4, 16)),
+    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _USDOT, "", 6, 0, 1, (4, 16), pair_dot=_USMMLA),
     CpuKind(
         "neon_dot", ("neon", "dotprod"), ("i8mm",), 128, _SDOT, "", 6, 0, 1, (4, 16), unsigned_dot=_UDOT, x_offset=128
     ),

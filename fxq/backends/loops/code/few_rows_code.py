@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from fxq.backends.loops.code import machine_code, vectors
+from fxq.backends.loops.code import machine_code, products, vectors
 from fxq.backends.loops.code.chunk_code import Chunk4, Chunk8, Integers4, Integers8, IntegerUnit, Unit
 from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat
@@ -31,7 +31,8 @@ class FewRows(NamedTuple):
     Fields are int64 in loops and LLVM values in the code here.
 
     Attributes:
-        x: Address of the input as `few_rows_loops` arranges it, float32 or bytes (rows, chunks, 32 or 64).
+        x: Address of the input as `few_rows_loops` arranges it, float32 or bytes (rows, chunks, 32 or 64). Tiles that
+            multiply pairs of rows read eight bytes of each of two rows in turn.
         x_sums: Address of the sums of the input by scale, float32 (rows, scales rounded up to 16); 0: no offsets.
         weight: Address of the first row of the weight.
         row_bytes: Bytes of a row of the weight. The last chunk ends with the row and may overlap the one before.
@@ -108,64 +109,84 @@ def _tiles(chunk: Any, rows: int, columns: int) -> Callable[..., None]:
 
 def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spans: Any) -> None:
     """Compute `rows` rows of results for `columns` rows of the weight, each of which has `spans` spans."""
-    kind = chunk.sums(rows * columns)
-    totals = _registers(b, ir.VectorType(FLOAT32, kind.count), columns, rows)
-    sums = _registers(b, kind, columns, rows, chunk.halves)
+    kind, step = chunk.sums(rows, columns), 2 if chunk.has_pairs(rows, columns) else 1
+    floats = ir.VectorType(FLOAT32, kind.count)
+    totals = _registers(b, floats, columns // step, rows // step)
+    offsets = totals if step == 1 else _registers(b, floats, columns, rows)
+    sums = _registers(b, kind, columns // step, rows // step, chunk.halves)
     x_bytes, scale_bytes = b.mul(few.chunks, number(chunk.size * chunk.values)), b.mul(few.scales, number(4))
-    inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(rows)]
+    inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(0, rows, step)]
     scale_lines, offset_lines = (
         [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
     )
     with b.if_then(b.icmp_signed("!=", few.x_sums, number(0))):
-        _subtract_offsets(b, few, offset_lines, scale_lines, totals)
+        _subtract_offsets(b, few, offset_lines, scale_lines, offsets)
     with b.if_else(b.icmp_signed("==", few.span, number(1))) as (of_one_chunk, of_several):
         with of_one_chunk, cgutils.for_range(b, few.chunks, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
-            _add_chunk(b, chunk, few, span.index, inputs, sums)
+            _add_chunk(b, chunk, few, span.index, inputs, sums, step)
             _end_span(b, chunk, sums, scales, totals)
         with of_several, cgutils.for_range(b, spans, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
             first = b.mul(span.index, few.span)
             count = b.sub(_smaller(b, b.add(first, few.span), few.chunks), first)
             with cgutils.for_range(b, count, intp=INT64) as inner:
-                _add_chunk(b, chunk, few, b.add(first, inner.index), inputs, sums)
+                _add_chunk(b, chunk, few, b.add(first, inner.index), inputs, sums, step)
             _end_span(b, chunk, sums, scales, totals)
-    _store_results(b, few, totals, chunk.size == 1)
+    _store_results(b, chunk, few, totals, offsets)
 
 
-def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any) -> None:
-    """Add the products of a chunk of each row of the weight, and fetch as much of later rows."""
+def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any, step: int) -> None:
+    """Add the products of a chunk of each row of the weight, and fetch as much of later rows.
+
+    `step` is the number of rows that are multiplied at once, of the input and of the weight.
+    """
     stored = chunk.stored
     start = _smaller(b, b.mul(index, number(stored)), b.sub(few.row_bytes, number(stored)))
-    addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(len(sums))]
+    columns = len(sums) * step
+    addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(columns)]
     raw = [chunk.raw(b, address) for address in addresses]
-    columns, is_short = len(sums), b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
+    is_short = b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
     ahead = b.select(is_short, number(_BYTES_AHEAD), b.mul(few.row_bytes, number(_TILES_AHEAD * columns)))
     of_chunk, of_row = b.select(is_short, number(stored * columns), number(stored)), number(stored)
     later = b.add(b.add(few.weight, ahead), b.mul(index, of_chunk))
     for c in range(columns):
         row = b.mul(b.select(is_short, of_row, few.row_bytes), number(c))
         vectors.prefetch(b, b.add(later, row), level=2)
-    offset, vector_bytes = b.mul(index, number(chunk.size * chunk.values)), 4 * chunk.loaded.count
-    for k in range(chunk.size * chunk.values // vector_bytes):
-        values = [load(b, b.add(x, offset), chunk.loaded, vector_bytes * k) for x in inputs]
-        for of_column, of_rows in zip(raw, sums, strict=True):
-            weight = chunk.prepared(b, of_column, k)
+    loaded = ir.VectorType(chunk.loaded.element, step * chunk.loaded.count)
+    offset, vector_bytes = b.mul(index, number(step * chunk.size * chunk.values)), 4 * loaded.count
+    for k in range(step * chunk.size * chunk.values // vector_bytes):
+        values = [load(b, b.add(x, offset), loaded, vector_bytes * k) for x in inputs]
+        for c, of_rows in enumerate(sums):
+            weights = [chunk.prepared(b, of_column, k) for of_column in raw[step * c : step * (c + 1)]]
+            weight = weights[0] if step == 1 else chunk.pair(b, *weights)
             for value, of_halves in zip(values, of_rows, strict=True):
                 total = of_halves[k % chunk.halves]
                 b.store(chunk.plus_products(b, b.load(total), value, weight), total)
 
 
-def _store_results(b: Any, few: Any, totals: Any, of_integers: bool) -> None:
-    """Add up the lanes of each total, scale products of integers, and store the results."""
-    columns = ir.VectorType(FLOAT32, len(totals))
+def _store_results(b: Any, chunk: Any, few: Any, totals: Any, offsets: Any) -> None:
+    """Add up the lanes of each total, scale products of integers, and store the results.
+
+    If rows are multiplied in pairs, `totals` have a lane for each of four results, and `offsets` are added up instead.
+    """
+    columns = ir.VectorType(FLOAT32, len(offsets))
     bias = load(b, few.bias, columns)
-    for r in range(len(totals[0])):
-        y = vectors.sums_of(b, [b.load(of_rows[r]) for of_rows in totals])
-        if of_integers:
+    for r in range(len(offsets[0])):
+        y = vectors.sums_of(b, [b.load(of_rows[r]) for of_rows in offsets])
+        if offsets is not totals:
+            y = b.fadd(y, _row_of_pairs(b, chunk, totals, r))
+        if chunk.size == 1:
             scale, added = (splat(b, load(b, few.grids, FLOAT32, 8 * r + 4 * k), columns.count) for k in (0, 1))
             y = b.fmul(b.fadd(y, b.fmul(added, load(b, few.ones, columns))), scale)
         vectors.store(b, b.fadd(y, bias), b.add(few.out, b.mul(few.out_bytes, number(r))))
+
+
+def _row_of_pairs(b: Any, chunk: Any, totals: Any, row: int) -> Any:
+    """Results of a row of the input, of totals of pairs."""
+    lanes = [chunk.pair_lane(row % 2, c) for c in range(2)]
+    pairs = (b.load(of_rows[row // 2]) for of_rows in totals)
+    return products.all_joined(b, [vectors.lanes_of(b, pair, pair, lanes) for pair in pairs])
 
 
 def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any], sums: Any) -> list[list[Any]]:
@@ -175,7 +196,16 @@ def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any]
         b.store(ir.Constant(kind, None), total)
     indices = [b.add(b.mul(span, number(chunk.halves)), number(half)) for half in range(chunk.halves)]
     distances = [b.sext(load(b, b.add(places, b.mul(index, number(4))), INT32), INT64) for index in indices]
-    return [[splat(b, load(b, b.add(line, distance), FLOAT32), kind.count) for distance in distances] for line in lines]
+    scales = [
+        [splat(b, load(b, b.add(line, distance), FLOAT32), kind.count) for distance in distances] for line in lines
+    ]
+    if len(lines) == len(sums):
+        return scales
+    order = [kind.count * c for _, c in sorted((chunk.pair_lane(r, c), c) for r in range(2) for c in range(2))]
+    return [
+        [vectors.lanes_of(b, *pair, order) for pair in zip(*scales[c : c + 2], strict=True)]
+        for c in range(0, len(lines), 2)
+    ]
 
 
 def _end_span(b: Any, chunk: Any, sums: Any, scales: Sequence[Sequence[Any]], totals: Any) -> None:
@@ -236,7 +266,7 @@ def _add_offsets(
 
 SIZES = (4, 4, 2) if machine_code.KIND.registers == 32 else (2, 2, 1)
 """Sizes of tiles of floats: rows of the input; rows of the weight with one row of the input; and with so many."""
-INTEGER_SIZES = (4, 4, 2) if machine_code.KIND.registers == 32 else (2, 4, 2)
+INTEGER_SIZES = (4, 4, 4 if machine_code.KIND.pair_dot else 2) if machine_code.KIND.registers == 32 else (2, 4, 2)
 """Sizes of tiles of integers."""
 CHUNKS = tuple(kind(signed) for kind in (Chunk8, Chunk4) for signed in (True, False))
 INTEGER_CHUNKS = tuple(kind(signed) for kind in (Integers8, Integers4) for signed in (True, False))

@@ -86,6 +86,12 @@ def add_dot(b: Any, total: Any, x: Any, weight: Any, are_unsigned: bool = False)
     return _by_register(b, dot, total, x, weight)
 
 
+def add_pair_dot(b: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Add the products of two rows of eight uint8 and two of eight int8 to four sums, see `CpuKind.pair_dot`."""
+    rows = [b.bitcast(value, ir.VectorType(INT8, LANES)) for value in (unsigned, signed)]
+    return vectors.call_intrinsic(b, machine_code.KIND.pair_dot, total.type, [total, *rows])
+
+
 def add_pairs(b: Any, x: Any, weight: Any) -> Any:
     """Sums of the products of two integers, int32 (16,). Both arguments are int16 (32,)."""
     kind = machine_code.KIND

@@ -26,7 +26,7 @@ INTEGER_CHUNKS = {
     **{f"{bits} packed integers": chunk_code.IntegerUnit(bits) for bits in (2, 3, 6)},
 }  # fmt: skip
 ALL_CHUNKS = {**CHUNKS, **INTEGER_CHUNKS}
-SIZES = [(1, 1), (1, 4), (4, 2), (2, 2)]
+SIZES = [(1, 1), (1, 4), (4, 2), (4, 4), (2, 2)]
 SPANS = [(20, 1), (4, 2), (5, 3)]
 """Chunks of a row, and those with one scale."""
 TILES = 2
@@ -72,8 +72,9 @@ def case(name, kind, rows, columns, chunks, span, largest=False):
     terms = values + (8 if bits == 4 and signed else 0)
     result = np.einsum("rk,ok,ok->ro", x, terms, scale.astype(np.int64)[:, spread]) - x_sums[:, :scales] @ offset.T
     result = ((result + np.outer(added, ones)) * grid[:, None] if of_integers else result) + bias
+    in_pairs = of_integers and kind.pair_dot and rows % 2 == columns % 2 == 0
     few = few_rows_code.FewRows(
-        arranged(x, kind, bits, of_integers), x_sums, stored(values, bits, signed), row_bytes, chunks, span,
+        arranged(x, kind, bits, of_integers, in_pairs), x_sums, stored(values, bits, signed), row_bytes, chunks, span,
         np.ascontiguousarray(4 * places), scale, scales, offset, bias, np.zeros((rows, outputs), np.float32),
         4 * outputs, np.stack([grid, added], 1), ones, TILES,
     )  # fmt: skip
@@ -88,10 +89,12 @@ def stored(values, bits, signed):
     return packing.pack(torch.from_numpy(values.astype(np.int8 if signed else np.uint8))).numpy()
 
 
-def arranged(x, kind, bits, of_integers):
+def arranged(x, kind, bits, of_integers, in_pairs):
     """Rows of the input in the order of chunks."""
     if bits == 4:  # 32 from each half of the row in turn
         x = x.reshape(len(x), 2, -1, 32).swapaxes(1, 2)
+    if in_pairs:  # eight integers of each of two rows in turn
+        x = x.reshape(len(x) // 2, 2, -1, 8).swapaxes(1, 2)
     if of_integers:
         return x.astype(np.int8 if x.min() < 0 else np.uint8, order="C")
     x = x.astype(np.float32)
@@ -130,7 +133,7 @@ def test_the_largest_integers(name, kind):
 @pytest.mark.parametrize("name", ALL_CHUNKS)
 def test_tiles_on_aarch64(name, kind, tmp_path):
     kind = emitted.unplayed(kind)
-    cases = [(*size, *span, False) for size in SIZES[:3] for span in SPANS] + [(1, 4, 3, 3, name in INTEGER_CHUNKS)]
+    cases = [(*size, *span, False) for size in SIZES[:4] for span in SPANS] + [(1, 4, 3, 3, name in INTEGER_CHUNKS)]
     for rows, columns, chunks, span, largest in cases:
         arguments, result = case(name, kind, rows, columns, chunks, span, largest)
         done = arm.run_on_arm(kind, tile(name, rows, columns), [few_rows_code.FewRows], arguments, tmp_path)
