@@ -60,13 +60,12 @@ class Chunk8:
         return _floats_of(b, raw[k], self.signed)
 
     def plus_products(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
-        """Sums with the products of a vector of the input and a prepared vector of the weight, or of pairs of them."""
+        """Sums with the products of a vector of the input and a prepared vector of the weight."""
         count = x.type.count // total.type.count
         if count == 1:
             return self._plus_product(b, total, x, weight)
-        plus = self._plus_product if x.type == self.loaded else self._plus_pair
         for k in range(count):
-            total = plus(b, total, *(products.part(b, value, k, count) for value in (x, weight)))
+            total = self._plus_product(b, total, *(products.part(b, value, k, count) for value in (x, weight)))
         return total
 
     def _plus_product(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
@@ -75,9 +74,6 @@ class Chunk8:
     def has_pairs(self, _rows: int, _columns: int) -> bool:
         """Whether one instruction multiplies two rows of the input and two of the weight in tiles of this size."""
         return False
-
-    def _plus_pair(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
-        raise NotImplementedError
 
     def as_floats(self, _b: Any, sums: Any) -> Any:
         """Sums as floats."""
@@ -169,16 +165,11 @@ def _floats_of_bytes(b: Any, stored: Any, signed: bool) -> Any:
 def _fixed_point(b: Any, integers: Any, signed: bool, bits: int) -> Any:
     """Floats integer / 2**bits, on ARM."""
     count = integers.type.count // _ARM_LANES
-    name, floats = (
-        f"llvm.aarch64.neon.vcvtfx{'s' if signed else 'u'}2fp.v4f32.v4i32",
-        ir.VectorType(FLOAT32, _ARM_LANES),
-    )
-    parts = [products.part(b, integers, k, count) for k in range(count)]
     if not bits:
-        parts = [(b.sitofp if signed else b.uitofp)(part, floats) for part in parts]
-    else:
-        after = ir.Constant(INT32, bits)
-        parts = [vectors.call_intrinsic(b, name, floats, [part, after]) for part in parts]
+        return (b.sitofp if signed else b.uitofp)(integers, ir.VectorType(FLOAT32, integers.type.count))
+    name, floats = f"llvm.aarch64.neon.vcvtfx{'s' if signed else 'u'}2fp", ir.VectorType(FLOAT32, _ARM_LANES)
+    parts = [[products.part(b, integers, k, count), ir.Constant(INT32, bits)] for k in range(count)]
+    parts = [vectors.call_intrinsic(b, f"{name}.v4f32.v4i32", floats, values) for values in parts]
     return products.all_joined(b, parts)
 
 
@@ -227,8 +218,12 @@ class Integers8(Chunk8):
         """Lane of the sum of a row of the input and a row of the weight, of two each."""
         return 2 * row + column if self.signed else 2 * column + row
 
-    def _plus_pair(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
-        return products.add_pair_dot(b, total, *((x, weight) if self.signed else (weight, x)))
+    def plus_pairs(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        """Sums with the products of pairs of the input and of the weight."""
+        for k in range(4):
+            values = [products.part(b, value, k, 4) for value in ((x, weight) if self.signed else (weight, x))]
+            total = products.add_pair_dot(b, total, *values)
+        return total
 
     def as_floats(self, b: Any, sums: Any) -> Any:
         """Sums as floats. Those of unsigned products are not negative."""

@@ -155,6 +155,7 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
         vectors.prefetch(b, b.add(later, row), level=2)
     loaded = ir.VectorType(chunk.loaded.element, step * chunk.loaded.count)
     offset, vector_bytes = b.mul(index, number(step * chunk.size * chunk.values)), 4 * loaded.count
+    plus = chunk.plus_products if step == 1 else chunk.plus_pairs
     for k in range(step * chunk.size * chunk.values // vector_bytes):
         values = [load(b, b.add(x, offset), loaded, vector_bytes * k) for x in inputs]
         for c, of_rows in enumerate(sums):
@@ -162,7 +163,7 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
             weight = weights[0] if step == 1 else chunk.pair(b, *weights)
             for value, of_halves in zip(values, of_rows, strict=True):
                 total = of_halves[k % chunk.halves]
-                b.store(chunk.plus_products(b, b.load(total), value, weight), total)
+                b.store(plus(b, b.load(total), value, weight), total)
 
 
 def _store_results(b: Any, chunk: Any, few: Any, totals: Any, offsets: Any) -> None:
