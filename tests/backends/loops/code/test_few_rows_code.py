@@ -1,5 +1,6 @@
 """Tiles of few rows, on whole numbers that float32 holds exactly, against NumPy, for each kind of CPU."""
 
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -125,6 +126,24 @@ def test_the_largest_integers(name, kind):
     arguments, result = case(name, kind, 1, 4, 3, 3, largest=True)
     function(*(a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments))
     assert (arguments[PLACE] == result).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "size", "instruction", "count"),
+    [
+        ("neon_dot", "8 integers", (1, 4), "sdot", 8), ("neon_dot", "4 unsigned integers", (1, 4), "udot", 16),
+        ("neon_i8mm", "2 packed integers", (1, 4), "usdot", 16), ("neon_i8mm", "4 integers", (4, 4), "usmmla", 32),
+        ("neon_dot", "8", (1, 4), "scvtf", 32), ("neon_dot", "4", (4, 2), "ucvtf", 32),
+    ],
+)  # fmt: skip
+def test_instructions_of_arm(kind, name, size, instruction, count):
+    """A chunk takes one multiplication for 16 products, or 32 of pairs of rows, and one conversion for 4 values."""
+    module = emitted.module_of(emitted.unplayed(kind), tile(name, *size), few_rows_code.FewRows)
+    module.triple = arm.TRIPLE
+    code = emitted.assembly(module, "generic", arm.FEATURES[kind])
+    blocks = re.split(r"\n\.L\w+:", code)
+    assert max(len(re.findall(rf"\t{instruction}\t", block)) for block in blocks) == count
+    assert not re.search(r"\t([su]mull2?|[su]mlal2?|mla)\t", code), "other products"
 
 
 @pytest.mark.slow
