@@ -123,7 +123,7 @@ class Chunk4(Chunk8):
         return _fixed_point(b, values, False, 4 * k) if machine_code.KIND.is_arm else b.sitofp(values, FLOATS)
 
 
-class Unit(Chunk8):
+class UnitChunk(Chunk8):
     """Chunk of 64 values of 2, 3 or 6 bits, packed as `fxq/quant/packing.py` says, for an input of floats."""
 
     values = UNIT
@@ -262,7 +262,7 @@ class Integers4(Integers8):
 
 
 class IntegerUnit(Integers4):
-    """Chunk of 64 values of 2, 3 or 6 bits as in `Unit`, for an input of signed integers."""
+    """Chunk of 64 values of 2, 3 or 6 bits as in `UnitChunk`, for an input of signed integers."""
 
     halves = 1
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from fxq.backends.loops.code import machine_code, products, vectors
-from fxq.backends.loops.code.chunk_code import Chunk4, Chunk8, Integers4, Integers8, IntegerUnit, Unit
+from fxq.backends.loops.code.chunk_code import Chunk4, Chunk8, Integers4, Integers8, IntegerUnit, UnitChunk
 from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT32, INT64, INTS, LANES, load, number, splat
 
@@ -204,7 +204,7 @@ def _start_span(b: Any, chunk: Any, places: Any, span: Any, lines: Sequence[Any]
         return scales
     order = [kind.count * c for _, c in sorted((chunk.pair_lane(r, c), c) for r in range(2) for c in range(2))]
     return [
-        [vectors.lanes_of(b, *pair, order) for pair in zip(*scales[c : c + 2], strict=True)]
+        [vectors.lanes_of(b, first, second, order) for first, second in zip(*scales[c : c + 2], strict=True)]
         for c in range(0, len(lines), 2)
     ]
 
@@ -274,7 +274,7 @@ INTEGER_CHUNKS = tuple(kind(signed) for kind in (Integers8, Integers4) for signe
 """Chunks by kind of the weight: 8 bits signed, 8 unsigned, 4 signed, 4 unsigned."""
 UNIT_BITS = (2, 3, 6)
 """Bits of values that tiles of one row unpack themselves."""
-UNITS, INTEGER_UNITS = tuple(map(Unit, UNIT_BITS)), tuple(map(IntegerUnit, UNIT_BITS))
+UNITS, INTEGER_UNITS = tuple(map(UnitChunk, UNIT_BITS)), tuple(map(IntegerUnit, UNIT_BITS))
 
 
 def tiles(chunk: Any, *sizes: tuple[int, int]) -> tuple[Any, ...]:

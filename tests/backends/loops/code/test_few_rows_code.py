@@ -19,7 +19,7 @@ emitted = pytest.importorskip("tests.support.emitted")
 
 CHUNKS = {
     "8": chunk_code.Chunk8(True), "8 unsigned": chunk_code.Chunk8(False), "4": chunk_code.Chunk4(True),
-    "4 unsigned": chunk_code.Chunk4(False), **{f"{bits} packed": chunk_code.Unit(bits) for bits in (2, 3, 6)},
+    "4 unsigned": chunk_code.Chunk4(False), **{f"{bits} packed": chunk_code.UnitChunk(bits) for bits in (2, 3, 6)},
 }  # fmt: skip
 INTEGER_CHUNKS = {
     "8 integers": chunk_code.Integers8(True), "8 unsigned integers": chunk_code.Integers8(False),
