@@ -14,6 +14,7 @@ pytestmark = pytest.mark.any_cpu
 
 chunk_code = pytest.importorskip("fxq.backends.loops.code.chunk_code", reason="needs Numba", exc_type=ImportError)
 few_rows_code = pytest.importorskip("fxq.backends.loops.code.few_rows_code")
+arranging_loops = pytest.importorskip("fxq.backends.loops.code.arranging_loops")
 arm = pytest.importorskip("tests.support.arm")
 emitted = pytest.importorskip("tests.support.emitted")
 
@@ -157,3 +158,32 @@ def test_tiles_on_aarch64(name, kind, tmp_path):
         arguments, result = case(name, kind, rows, columns, chunks, span, largest)
         done = arm.run_on_arm(kind, tile(name, rows, columns), [few_rows_code.FewRows], arguments, tmp_path)
         assert (done[PLACE] == result).all()
+
+
+@pytest.mark.parametrize("is_arm", [False, True])
+def test_rows_are_arranged_as_tiles_read_them(is_arm, monkeypatch):
+    kind = emitted.unplayed("neon_i8mm" if is_arm else "avx512_vnni")
+    monkeypatch.setattr(chunk_code.machine_code, "KIND", kind)
+    monkeypatch.setattr(arranging_loops, "_WORD_BYTES", chunk_code.word_bytes())
+    monkeypatch.setattr(arranging_loops, "_FACTORS", chunk_code.input_factors())
+    monkeypatch.setattr(arranging_loops, "_HAS_PAIRS", bool(kind.pair_dot))
+    random = np.random.default_rng(0)
+    x, out = random.integers(-8, 9, (1, 192)).astype(np.float32), np.full(192, np.nan, np.float32)
+    arranging_loops.arrange4.py_func(x[0], 192, 96, out)
+    assert out.tolist() == arranged(x, kind, 4, False, False).ravel().tolist()
+    rows = random.integers(0, 256, (4, 96)).astype(np.uint8)
+    pairs = arranging_loops.in_pairs.py_func(rows)
+    assert pairs.ravel().tolist() == arranged(rows, kind, 8, True, is_arm).ravel().tolist()
+
+
+def test_the_end_of_an_odd_row_is_padded(monkeypatch):
+    monkeypatch.setattr(chunk_code.machine_code, "KIND", emitted.unplayed("neon_dot"))
+    monkeypatch.setattr(arranging_loops, "_WORD_BYTES", chunk_code.word_bytes())
+    monkeypatch.setattr(arranging_loops, "_FACTORS", chunk_code.input_factors())
+    x, out = np.arange(1, 72, dtype=np.float32), np.full(128, np.nan, np.float32)
+    arranging_loops.arrange4.py_func(x, 71, 36, out)  # 36 bytes: the second chunk starts at byte 4
+    first, second = out.reshape(2, 4, 2, 8)
+    low, high = (np.moveaxis(first, 2, 0).reshape(8, 4, 2)[..., half].ravel() for half in range(2))
+    assert low.tolist() == list(range(1, 33)) and high.tolist() == list(range(37, 69))
+    low, high = (np.moveaxis(second, 2, 0).reshape(8, 4, 2)[..., half].ravel() for half in range(2))
+    assert low.tolist() == [0] * 28 + [33, 34, 35, 36] and high.tolist() == [0] * 28 + [69, 70, 71, 0]
