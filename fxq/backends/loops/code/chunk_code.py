@@ -1,8 +1,8 @@
 """Chunks of a row of a low-bit weight, as products of a few rows read and multiply them, for each kind of CPU.
 
-A chunk is loaded as it is stored, and becomes vectors of floats, or of integers of 8 bits, in registers. CPUs with 512
-or 256 bits add up the products in the lanes of a vector; ARM has registers of 128 bits, but 32 of them: sums take so
-many that instructions need not wait for each other.
+A chunk is loaded as it is stored, and becomes vectors of floats, or of integers of 8 bits, in registers. Products are
+added up in the lanes of a vector. Its length depends on the kind of CPU: ARM has 32 registers of 128 bits, of which the
+sums of a tile take about eight, so that instructions need not wait for each other.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class CpuKind:
 
     @property
     def has_masks(self) -> bool:
-        """Whether some lanes of a vector can be loaded."""
+        """Whether an instruction loads some lanes of a vector; otherwise each lane is a branch."""
         return self.bits >= 256
 
     @property

@@ -143,7 +143,7 @@ def _compute(
 ):  # fmt: skip
     """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
 
-    `pairs` is the address of the input for tiles of several rows, see `_in_pairs`.
+    `pairs` is the address of the input for tiles of several rows, see `arranging_loops.in_pairs`.
 
     If `bits` is not 0, a row of the weight has `stored_bytes` bytes in memory, which are unpacked to `row_bytes` bytes
     before the tiles read them.
