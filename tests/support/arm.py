@@ -36,6 +36,8 @@ def run_on_arm(
     """
     module = module_of(kind, make, *parameters)
     module.triple = TRIPLE
+    if len(values) != len(module.get_global("tile").args):
+        raise ValueError(f"the code has {len(module.get_global('tile').args)} arguments, but there are {len(values)}")
     offsets = np.cumsum([0, *(a.nbytes + 64 if isinstance(a, np.ndarray) else 0 for a in values)]).tolist()
     code = assembly(module, "generic", FEATURES[kind.name])
     (folder / "tile.s").write_text(_program(code, offsets, values), encoding="utf-8")

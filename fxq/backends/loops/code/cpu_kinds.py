@@ -35,6 +35,9 @@ class CpuKind:
         wide_channels: Bytes of a register that depthwise convolutions fill with channels, with `dot`; 0: they do not.
         wide_pixels: Registers of a tile of such a convolution.
         float_tile: Rows and columns of a tile of a product of floats.
+        unsigned_dot: LLVM intrinsic like `dot`, of uint8 and uint8, if `dot` multiplies int8 by int8; else "".
+        pair_dot: LLVM intrinsic that adds the products of two rows of eight uint8 and two of eight int8 to four
+            sums; "" where there is none.
         x_offset: 128 if `dot` multiplies int8 by int8: 128 is subtracted from integers of pixels before; else 0.
         has_amx: Whether large products use AMX, see `amx_code.py`.
         is_played: Whether another CPU plays this kind: a larger one, or one that emulates its AMX instructions.
@@ -50,6 +53,8 @@ class CpuKind:
     wide_channels: int
     wide_pixels: int
     float_tile: tuple[int, int]
+    unsigned_dot: str = ""
+    pair_dot: str = ""
     x_offset: int = 0
     has_amx: bool = False
     is_played: bool = False
@@ -64,6 +69,21 @@ class CpuKind:
         """Whether vectors have 512 bits, with AVX512's instructions for floats."""
         return self.bits == 512
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether an instruction loads some lanes of a vector; otherwise each lane is a branch."""
+        return self.bits >= 256
+
+    @property
+    def is_arm(self) -> bool:
+        """Whether it is a kind of ARM with instructions that add products."""
+        return self.dot.startswith("llvm.aarch64")
+
+    @property
+    def registers(self) -> int:
+        """Number of vector registers."""
+        return 32 if self.has_avx512 or self.is_arm else 16
+
     def runs_on(self, features: Collection[str]) -> bool:
         """Whether a CPU with these LLVM features runs the code of this kind. AMX instructions may be emulated."""
         if self.dot == _DOT_256 and not {"avxvnni", "avx512vnni"}.isdisjoint(features):
@@ -77,7 +97,8 @@ AMX = ("amx-int8", "amx-bf16", "amx-tile")
 """LLVM features of AMX with integers of 8 bits and bfloat16."""
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _PAIRS_256, _PAIRS_512 = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx512.pmaddw.d.512"
-_DOT_NEON = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
+_SDOT, _UDOT, _USDOT = (f"llvm.aarch64.neon.{prefix}dot.v4i32.v16i8" for prefix in ("s", "u", "us"))
+_USMMLA = "llvm.aarch64.neon.usmmla.v4i32.v16i8"
 _DOT_512 = "llvm.x86.avx512.vpdpbusd.512"
 KINDS = (
     CpuKind(
@@ -87,8 +108,10 @@ KINDS = (
     CpuKind("avx512", _AVX512, ("avx512vnni", "avxvnni"), 512, "", _PAIRS_512, 8, 0, 1, (12, 32)),
     CpuKind("avx_vnni", ("avx2", "fma", "avxvnni"), ("avx512f",), 256, _DOT_256, _PAIRS_256, 6, 32, 2, (4, 16)),
     CpuKind("avx2", ("avx2", "fma"), ("avx512f", "avxvnni"), 256, "", _PAIRS_256, 4, 0, 1, (4, 16)),
-    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _DOT_NEON.format("us"), "", 6, 0, 1, (4, 16)),
-    CpuKind("neon_dot", ("neon", "dotprod"), ("i8mm",), 128, _DOT_NEON.format("s"), "", 6, 0, 1, (4, 16), x_offset=128),
+    CpuKind("neon_i8mm", ("neon", "i8mm"), (), 128, _USDOT, "", 6, 0, 1, (4, 16), pair_dot=_USMMLA),
+    CpuKind(
+        "neon_dot", ("neon", "dotprod"), ("i8mm",), 128, _SDOT, "", 6, 0, 1, (4, 16), unsigned_dot=_UDOT, x_offset=128
+    ),
     CpuKind("other", (), (), 128, "", "", 4, 0, 1, (4, 16)),
 )
 """Kinds of CPUs, larger ones first. The code of "other" has no instructions of its own: it runs on every CPU."""

@@ -6,15 +6,27 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import few_rows_code as code
+from fxq.backends.loops.code import machine_code
+from fxq.backends.loops.code.arranging_loops import (
+    arrange4,
+    arrange8,
+    arrange_integers,
+    in_pairs,
+    sum_blocks,
+    sum_integers,
+)
+from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import CHUNK, INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
+from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
 from fxq.quant.packing import UNIT
 
-MAX_INTEGER_ROWS = 16 if code.has_row_dot() else 4
+MAX_INTEGER_ROWS = 16 if machine_code.KIND.dot else 4
 """Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
+_HAS_SAME_SIGNS = machine_code.KIND.unsigned_dot != ""
+"""Whether integers of the input are signed if those of the weight are, instead of unsigned."""
 _f = np.float32
 SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
 """Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
@@ -98,85 +110,6 @@ def _as_read(kind, row_bytes, columns, rows, block, scales, span):
 
 
 @helper
-def _arrange8(x, columns, out):
-    """Write a row of the input in the order of chunks of 8-bit values.
-
-    The last chunk of a row may overlap the one before: values that have been multiplied already are 0 there.
-    """
-    done = (columns - 1) // CHUNK * CHUNK
-    for j in range(done):
-        out[j] = x[j]
-    for i in range(CHUNK):
-        j = columns - CHUNK + i
-        out[done + i] = x[j] if j >= done else _f(0)
-
-
-@helper
-def _arrange4(x, columns, row_bytes, out):
-    """Write a row of the input in the order of chunks of 4-bit values, `_Chunk4`; with zeros as in `_arrange8`."""
-    done, half = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // 2
-    for first in range(0, done, CHUNK):
-        for i in range(half):
-            j, place = first + 2 * i, 2 * first + i
-            out[place], out[place + 2 * half] = x[j], x[j + 1] * _f(1 / 256)
-            out[place + half], out[place + 3 * half] = (
-                x[row_bytes + j] * _f(1 / 16),
-                x[row_bytes + j + 1] * _f(1 / 4096),
-            )
-    for i in range(CHUNK):
-        j, place, factor = row_bytes - CHUNK + i, 2 * done + CHUNK * (i % 2) + i // 2, _f(1 / 256 if i % 2 else 1)
-        out[place] = x[j] * factor if j >= done else _f(0)
-        is_high = j >= done and row_bytes + j < columns
-        out[place + half] = x[row_bytes + j] * factor * _f(1 / 16) if is_high else _f(0)
-
-
-@helper
-def _sum_blocks(x, columns, block, factor, lanes, out):
-    """Write `factor` times the sum of each block of a row of the input. `lanes` is scratch memory, float32 (16,)."""
-    out[:] = 0
-    for k in range((columns + block - 1) // block):
-        lanes[:] = 0
-        first, end = k * block, min((k + 1) * block, columns)
-        for j in range(first, end - LANES + 1, LANES):
-            for i in range(LANES):
-                lanes[i] += x[j + i]
-        total = _f(0)
-        for j in range(end - (end - first) % LANES, end):
-            total += x[j]
-        for i in range(LANES):
-            total += lanes[i]
-        out[k] = total * factor
-
-
-@helper
-def _arrange_integers(x, columns, row_bytes, is_packed, flip, out):
-    """Write a row of integers in the order of chunks, with zeros as in `_arrange8`. `flip` are bits to flip in each."""
-    done, size = (row_bytes - 1) // CHUNK * CHUNK, 2 * CHUNK if is_packed else CHUNK
-    for half in range(2 if is_packed else 1):
-        end, source, place = columns if half or not is_packed else row_bytes, half * row_bytes, half * CHUNK
-        for first in range(0, done, CHUNK):
-            for i in range(CHUNK):
-                j = source + first + i
-                out[place + i] = x[j] ^ flip if j < end else 0
-            place += size
-        for i in range(CHUNK):
-            j = row_bytes - CHUNK + i
-            out[place + i] = x[source + j] ^ flip if j >= done and source + j < end else 0
-
-
-@helper
-def _sum_integers(x, columns, block, factor, flip, out):
-    """Write `factor` times the sum of each block of a row of integers, whose bits `flip` have been flipped."""
-    out[:] = 0
-    shift = np.int32(128) if flip else np.int32(0)
-    for k in range((columns + block - 1) // block):
-        total = np.int32(0)
-        for j in range(k * block, min((k + 1) * block, columns)):
-            total += np.int32(x[j]) - shift
-        out[k] = _f(total) * factor
-
-
-@helper
 def _run_tiles(kind, few, many_rows, many_columns, of_integers):
     """Compute the results of some tiles."""
     if kind >= _IN_UNITS:
@@ -205,10 +138,12 @@ def _run_tiles(kind, few, many_rows, many_columns, of_integers):
 
 @helper
 def _compute(
-    x, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind, rows,
-    outputs, row_bytes, chunks, span, scales, first, end,
+    x, pairs, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind,
+    rows, outputs, row_bytes, chunks, span, scales, first, end,
 ):  # fmt: skip
     """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
+
+    `pairs` is the address of the input for tiles of several rows, see `arranging_loops.in_pairs`.
 
     If `bits` is not 0, a row of the weight has `stored_bytes` bytes in memory, which are unpacked to `row_bytes` bytes
     before the tiles read them.
@@ -231,7 +166,7 @@ def _compute(
             is_many = rows - r >= many_rows and has_many
             tiles = count // (some_columns if is_many else many_columns if has_many else 1)
             few = FewRows(
-                x + x_bytes * r, x_sums + 4 * sums * r if x_sums else 0,
+                (pairs if is_many else x) + x_bytes * r, x_sums + 4 * sums * r if x_sums else 0,
                 base + row_bytes * column, row_bytes, chunks, span, places,
                 scale + 4 * scales * column, scales, offset + 4 * scales * column,
                 bias + 4 * column, out + 4 * (outputs * r + column), 4 * outputs, grids + 8 * r, ones + 4 * column,
@@ -258,15 +193,15 @@ def multiply(
     arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
     for r in range(rows):
         if is_packed:
-            _arrange4(x[r], columns, row_bytes, arranged[r])
+            arrange4(x[r], columns, row_bytes, arranged[r])
         else:
-            _arrange8(x[r], columns, arranged[r])
+            arrange8(x[r], columns, arranged[r])
         if zero != 0:
-            _sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
+            sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
-        arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale, offset, bias, places,
-        out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
+        arranged.ctypes.data, arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale,
+        offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
     )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
 
@@ -286,23 +221,28 @@ def multiply_integers(
     stored_bytes = row_bytes
     bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
-    flip = np.uint8(0) if kind == SIGNED8 else np.uint8(128)
+    flip = np.uint8(0) if (kind == SIGNED8) != _HAS_SAME_SIGNS else np.uint8(128)
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x, scales_of_x, zeros_of_x = carray(bytes_(x), (rows, columns)), floats(grid_scale), floats(grid_zero)
     arranged, x_sums, grids = np.empty((rows, size), np.uint8), np.zeros((rows, sums), _f), np.empty((rows, 2), _f)
     for r in range(rows):
-        _arrange_integers(x[r], columns, row_bytes if is_packed else columns, is_packed, flip, arranged[r])
+        arrange_integers(x[r], columns, row_bytes if is_packed else columns, is_packed, flip, arranged[r])
         if zero != 0:
-            _sum_integers(x[r], columns, block, zero, flip, x_sums[r])
+            sum_integers(x[r], columns, block, zero, flip, x_sums[r])
         grids[r, 0] = scales_of_x[r * grid_steps[0]]
         grids[r, 1] = _f(flip) - zeros_of_x[r * grid_steps[1]]
+    pairs = in_pairs(arranged)
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
-        arranged.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes, bits, scale, offset,
-        bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
+        arranged.ctypes.data, pairs.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes,
+        bits, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
     )  # fmt: skip
-    arranged[0, 0], grids[0, 0] = 0, x_sums[0, 0]  # keeps all arrays alive until here, as only addresses are used
+    arranged[0, 0], pairs[0, 0], grids[0, 0] = (
+        0,
+        0,
+        x_sums[0, 0],
+    )  # keeps all arrays alive until here, as only addresses are used
 
 
 @compiled("f* i i i f i i i i i i i i i i i")

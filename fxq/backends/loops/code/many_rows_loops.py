@@ -8,8 +8,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
+from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import CHUNK
 from fxq.backends.loops.code.few_rows_loops import SIGNED4, UNPACKED
 from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many_rows
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints

@@ -65,9 +65,13 @@ def add_own_products(b: Any, total: Any, address: Any, groups: Any = None) -> An
     return b.add(total, add_pairs(b, b.bitcast(x, _PAIRS), b.bitcast(last, _PAIRS)))
 
 
-def add_dot(b: Any, total: Any, x: Any, weight: Any) -> Any:
-    """Add four products to the sums of a vector. All arguments are int32."""
+def add_dot(b: Any, total: Any, x: Any, weight: Any, are_unsigned: bool = False) -> Any:
+    """Add four products to the sums of a vector. All arguments are int32.
+
+    `are_unsigned` says that both `x` and `weight` hold uint8, which `CpuKind.unsigned_dot` multiplies.
+    """
     kind = machine_code.KIND
+    name = kind.unsigned_dot if are_unsigned else kind.dot
     if kind.is_played and kind.bits == 256:  # LLVM has the instruction only together with wider vectors
         llvmlite.binding.initialize_native_asmparser()
         register = ir.VectorType(INT32, kind.bits // 32)
@@ -77,9 +81,15 @@ def add_dot(b: Any, total: Any, x: Any, weight: Any) -> Any:
     def dot(*values: Any) -> Any:
         if kind.bits == 128:
             values = (values[0], *(b.bitcast(value, ir.VectorType(INT8, LANES)) for value in values[1:]))
-        return vectors.call_intrinsic(b, kind.dot, values[0].type, values)
+        return vectors.call_intrinsic(b, name, values[0].type, values)
 
     return _by_register(b, dot, total, x, weight)
+
+
+def add_pair_dot(b: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Add the products of two rows of eight uint8 and two of eight int8 to four sums, see `CpuKind.pair_dot`."""
+    rows = [b.bitcast(value, ir.VectorType(INT8, LANES)) for value in (unsigned, signed)]
+    return vectors.call_intrinsic(b, machine_code.KIND.pair_dot, total.type, [total, *rows])
 
 
 def add_pairs(b: Any, x: Any, weight: Any) -> Any:
@@ -122,14 +132,19 @@ def _by_register(b: Any, instruction: Callable[..., Any], *values: Any) -> Any:
     count = max(values[0].type.count * values[0].type.element.width // kind.bits, 1)
     if count == 1:
         return instruction(*values)
-    parts = [instruction(*(_part(b, value, k, count) for value in values)) for k in range(count)]
-    while len(parts) > 1:
-        parts = [vectors.joined(b, *parts[k : k + 2]) for k in range(0, len(parts), 2)]
-    return parts[0]
+    return all_joined(b, [instruction(*(part(b, value, k, count) for value in values)) for k in range(count)])
 
 
-def _part(b: Any, value: Any, k: int, count: int) -> Any:
-    """Part k of a vector."""
+def part(b: Any, value: Any, k: int, count: int) -> Any:
+    """Part k of a vector that is divided into `count` parts."""
     lanes = value.type.count // count
     order = ir.Constant(ir.VectorType(INT32, lanes), list(range(k * lanes, (k + 1) * lanes)))
     return b.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
+
+
+def all_joined(b: Any, parts: Sequence[Any]) -> Any:
+    """Vector of parts of equal length, whose number is a power of two."""
+    left = list(parts)
+    while len(left) > 1:
+        left = [vectors.joined(b, *left[k : k + 2]) for k in range(0, len(left), 2)]
+    return left[0]

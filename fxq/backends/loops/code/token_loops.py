@@ -3,7 +3,7 @@
 A step is a row of integers, see `TokenField`. A place in memory is (base, offset): the index of a base address, and the
 distance from it in bytes. Base 0 is the address 0, so that its offsets are addresses. Base 1 is the workspace; inputs
 and outputs follow, and then what differs from call to call: the address and strides of masks, and the address, length
-and strides of states. Sizes and strides count float32 values, those of masks bytes.
+and strides of states. Sizes and strides are numbers of elements: float32, or bytes of masks and of integers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TokenField(IntEnum):
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
-    GRID = 24  # of ROUNDED_LINEAR and APPEND_INTEGERS: kind, steps, qmin and qmax of `row_loops.quantize_rows`
+    GRID = 24  # kind, steps, qmin and qmax of `row_loops.quantize_rows`; APPEND_INTEGERS reads steps and qmax
 
 
 MAX_FIELDS = 28

@@ -163,7 +163,7 @@ def test_sums_on_aarch64(name, pixels, values, tmp_path):
     runs = random.integers(0, 100, many).astype(np.int32)
     weight = random.integers(-128, 128, (many, groups, 16, 4)).astype(np.int8)
     start = (kind.x_offset * weight.sum((0, 1, 3), dtype=np.int64) + 7).astype(np.int32)
-    arguments = x, places, runs, many, groups, weight, start, np.zeros((pixels, 16), np.int32)
+    arguments = x, places, runs, many, groups, weight, start, 0, np.zeros((pixels, 16), np.int32)
     make = partial(layer_code.layer_tile, pixels)
     *_, sums = arm.run_on_arm(kind, make, (layer_code.TileInput, None), arguments, tmp_path)
     read = x[places[:, None, None] + runs[:, None] + np.arange(4 * groups)].astype(int).reshape(pixels, many, groups, 4)
@@ -182,7 +182,7 @@ def test_depthwise_sums_on_aarch64(name, many, tmp_path):
         random.integers(-128, 128, (many, 16)).astype(np.int8),
     )
     start = random.integers(-(2**30), 2**30, 16).astype(np.int32)
-    arguments = x, places, runs, many, 0, weight, start, 16, np.zeros((4, 16), np.int32)
+    arguments = x, places, runs, many, 0, weight, start, 0, 16, np.zeros((4, 16), np.int32)
     make, parameters = partial(layer_code.depthwise_tile, 4), (layer_code.TileInput, None, None)
     *_, sums = arm.run_on_arm(emitted.unplayed(name), make, parameters, arguments, tmp_path)
     read = x[places[:, None, None] + runs[:, None] + np.arange(16)].astype(int)

@@ -1,0 +1,108 @@
+"""Loops that write rows of the input in the order in which tiles of `few_rows_code.py` read them, and sum them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxq.backends.loops.code import machine_code
+from fxq.backends.loops.code.chunk_code import CHUNK, input_factors, word_bytes
+from fxq.backends.loops.code.compiler import helper
+from fxq.backends.loops.code.vectors import LANES
+
+_f = np.float32
+_WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))
+"""Bytes of the words of 4-bit values, and the factors of the input for each value of a word, see `Chunk4`."""
+_HAS_PAIRS = machine_code.KIND.pair_dot != ""
+"""Whether tiles of several rows multiply pairs of rows of integers."""
+
+
+@helper
+def arrange8(x, columns, out):
+    """Write a row of the input in the order of chunks of 8-bit values.
+
+    The last chunk of a row may overlap the one before: values that have been multiplied already are 0 there.
+    """
+    done = (columns - 1) // CHUNK * CHUNK
+    for j in range(done):
+        out[j] = x[j]
+    for i in range(CHUNK):
+        j = columns - CHUNK + i
+        out[done + i] = x[j] if j >= done else _f(0)
+
+
+@helper
+def arrange4(x, columns, row_bytes, out):
+    """Write a row of the input in the order of chunks of 4-bit values, `Chunk4`; with zeros as in `arrange8`."""
+    done, size = (row_bytes - 1) // CHUNK * CHUNK, CHUNK // _WORD_BYTES
+    for first in range(0, done, CHUNK):
+        for i in range(size):
+            for byte in range(_WORD_BYTES):
+                j, place = first + _WORD_BYTES * i + byte, 2 * first + 2 * byte * size + i
+                out[place] = x[j] * _FACTORS[2 * byte]
+                out[place + size] = x[row_bytes + j] * _FACTORS[2 * byte + 1]
+    for i in range(CHUNK):
+        j, byte = row_bytes - CHUNK + i, i % _WORD_BYTES
+        place = 2 * (done + byte * size) + i // _WORD_BYTES
+        out[place] = x[j] * _FACTORS[2 * byte] if j >= done else _f(0)
+        is_high = j >= done and row_bytes + j < columns
+        out[place + size] = x[row_bytes + j] * _FACTORS[2 * byte + 1] if is_high else _f(0)
+
+
+@helper
+def sum_blocks(x, columns, block, factor, lanes, out):
+    """Write `factor` times the sum of each block of a row of the input. `lanes` is scratch memory, float32 (16,)."""
+    out[:] = 0
+    for k in range((columns + block - 1) // block):
+        lanes[:] = 0
+        first, end = k * block, min((k + 1) * block, columns)
+        for j in range(first, end - LANES + 1, LANES):
+            for i in range(LANES):
+                lanes[i] += x[j + i]
+        total = _f(0)
+        for j in range(end - (end - first) % LANES, end):
+            total += x[j]
+        for i in range(LANES):
+            total += lanes[i]
+        out[k] = total * factor
+
+
+@helper
+def arrange_integers(x, columns, row_bytes, is_packed, flip, out):
+    """Write a row of integers in the order of chunks, with zeros as in `arrange8`. `flip` are bits to flip in each."""
+    done, size = (row_bytes - 1) // CHUNK * CHUNK, 2 * CHUNK if is_packed else CHUNK
+    for half in range(2 if is_packed else 1):
+        end, source, place = columns if half or not is_packed else row_bytes, half * row_bytes, half * CHUNK
+        for first in range(0, done, CHUNK):
+            for i in range(CHUNK):
+                j = source + first + i
+                out[place + i] = x[j] ^ flip if j < end else 0
+            place += size
+        for i in range(CHUNK):
+            j = row_bytes - CHUNK + i
+            out[place + i] = x[source + j] ^ flip if j >= done and source + j < end else 0
+
+
+@helper
+def in_pairs(rows):
+    """Rows of integers as tiles of several rows read them: of pairs of rows, eight bytes of each in turn."""
+    if not _HAS_PAIRS:
+        return rows
+    pairs = np.empty_like(rows)
+    for r in range(len(rows) // 2 * 2):
+        out, first = pairs[r // 2 * 2 : r // 2 * 2 + 2].reshape(-1), 8 * (r % 2)
+        for j in range(0, rows.shape[1], 8):
+            for i in range(8):
+                out[2 * j + first + i] = rows[r, j + i]
+    return pairs
+
+
+@helper
+def sum_integers(x, columns, block, factor, flip, out):
+    """Write `factor` times the sum of each block of a row of integers, whose bits `flip` have been flipped."""
+    out[:] = 0
+    shift = np.int32(128) if flip else np.int32(0)
+    for k in range((columns + block - 1) // block):
+        total = np.int32(0)
+        for j in range(k * block, min((k + 1) * block, columns)):
+            total += np.int32(x[j]) - shift
+        out[k] = _f(total) * factor
