@@ -65,7 +65,7 @@ def test_biases_get_the_mean_error_of_each_product(kind):
         states = torch.cat([torch.zeros(1, 4, 6), model(x)[:-1]])
     assert got.input_zero_point == 0
     for name, read, scale in (("ih", x, got.input_scale), ("hh", states, 1 / 127)):
-        weight, bias = (getattr(model.layer, f"{what}_{name}_l0").detach().double() for what in ("weight", "bias"))
+        weight, bias = (getattr(model.layer, f"{role}_{name}_l0").detach().double() for role in ("weight", "bias"))
         errors = read.double() @ weight.T - rounded(read.double(), scale) @ rounded(weight, 0.2 / 127).T
         parts = errors.transpose(0, 1).flatten(0, 1).tensor_split(8)  # of 16 time steps each
         shift = trusted(torch.stack([part.mean(0) for part in parts]))

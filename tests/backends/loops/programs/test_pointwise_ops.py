@@ -394,8 +394,8 @@ def test_constants_of_another_type():
 @pytest.mark.parametrize("columns", [1, 5, 16, 33, 48])
 def test_the_second_of_two_layers_adds_the_first(columns):
     draft = Draft()
-    x, other = draft.image(2, 20, 5, 7), draft.image(2, 8, 5, 7)
-    y = draft.op("add", draft.conv(x, columns, 3), draft.conv(other, columns))
+    x, narrow = draft.image(2, 20, 5, 7), draft.image(2, 8, 5, 7)
+    y = draft.op("add", draft.conv(x, columns, 3), draft.conv(narrow, columns))
     compiled = check(draft, y)
     assert kinds(compiled) == ["QuantizeStep", "QuantizeStep", "ProductStep", "ProductStep"]
     check(draft, draft.quantize(y))
@@ -414,12 +414,12 @@ def test_a_layer_adds_floats_that_are_read_elsewhere():
 def test_sums_that_layers_do_not_compute():
     """Floats of the caller may have another order in memory; a layer that runs before a value cannot add it."""
     draft = Draft()
-    x, given = draft.image(2, 16, 5, 4), draft.input(draft.normal(2, 16, 5, 4))
+    x, floats = draft.image(2, 16, 5, 4), draft.input(draft.normal(2, 16, 5, 4))
     early = draft.conv(x, 16)
     late = draft.op("mul", draft.op("sigmoid", x), x)
     depthwise = draft.conv(x, 16, 3, groups=16)
     for y in (
-        draft.op("add", draft.conv(x, 16), given),
+        draft.op("add", draft.conv(x, 16), floats),
         draft.op("add", early, late),
         draft.op("add", depthwise, draft.op("sigmoid", x)),
     ):
