@@ -19,6 +19,7 @@ from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.paired.estimate import ShrunkMean
+from fxq.paired.gate_errors import GateErrors, see_gates
 from fxq.paired.paired_run import PairedRun, float_side, integer_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import LayerValues
@@ -41,7 +42,9 @@ class CorrectBias(Pass):
     fit to one half is tested on the other half. If the output gains little, or if there is only one sample, k is 1
     and c is 0.
     Tokens with unusually large values count less, and padding does not count.
-    Layers with dynamic ranges, and recipes without calibration data, are left alone.
+    The two biases of a recurrent layer get the mean errors of the products with its input and with its hidden state,
+    over all time steps in float. These are shrunk, too, but k is 1, and nothing is tested.
+    Other layers with dynamic ranges, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor applies the same idea
     to the standard deviation; James and Stein 1961 for the shrinkage.
 
@@ -75,12 +78,14 @@ class CorrectBias(Pass):
     def run(self, rewriter: Rewriter[Context]) -> None:
         """Run the float and the integer graph side by side on the recorded samples, then write the corrections."""
         context = rewriter.context
+        recurrent = [errors for node in rewriter.nodes() if (errors := GateErrors.of(rewriter.gm, node)) is not None]
         layers: Mapping[fx.Node, _Layer] = self._layers(rewriter)
-        if not context.samples or not layers:
+        if not context.samples or not (layers or recurrent):
             return
         pieces = context.in_pieces(self.samples, _MIN_SAMPLES if self.tested else _MIN_SAMPLES // 2, self.pieces)
         floats = context.floats.of(rewriter.gm, context)
         with torch.no_grad(), seeded():
+            self._correct_gates(rewriter, pieces, floats, recurrent)
             sample_count = sum(samples_in(piece) or 1 for piece in pieces)
             enough = sample_count >= _MIN_SAMPLES if context.divisible else len(pieces) >= _MIN_BATCHES
             once = enough or not self.tested
@@ -89,6 +94,21 @@ class CorrectBias(Pass):
             with rewriter.attributed("correct_bias", CorrectBias):
                 _write(rewriter, node, layer)
         rewriter.erase_unused()  # the old biases and scales
+
+    def _correct_gates(
+        self,
+        rewriter: Rewriter[Context],
+        pieces: Sequence[Batch],
+        floats: LayerValues,
+        layers: Sequence[GateErrors],
+    ) -> None:
+        """Correct the biases of recurrent layers, so that the layers after them are fitted to what they return then."""
+        if layers:
+            see_gates(rewriter.gm, pieces, floats, layers)
+        for layer in layers:
+            with rewriter.attributed("correct_bias", CorrectBias):
+                layer.write(rewriter, self.least)
+        rewriter.erase_unused()
 
     def _fitted(
         self, rewriter: Rewriter[Context], pieces: Sequence[Batch], floats: LayerValues, count: int | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxq.onnx.dequantized import dequantize_node, dynamic_dequantize_node, stored_weight, weight_for
 from fxq.onnx.onnx_objects import NotInOnnx
-from fxq.onnx.stepwise_nodes import gru_steps, lstm_steps, rnn_steps, state_grid
+from fxq.onnx.stepwise_nodes import gru_steps, is_one_step, lstm_steps, rnn_steps, state_grid
 from fxq.onnx.writer import MOVING_OP_TYPES, Operand, Value, Writer, refuse, writes
 
 
@@ -36,7 +36,7 @@ def lstm(
     **options: Any,
 ) -> Value:
     rows = -(-weight_hh.shape[0] // (4 * weight_hh.shape[1])) if cell else 0
-    if w.portable and (weight_hr is not None or options["state_qmax"]):
+    if _in_steps(w, x, options["state_qmax"], weight_hr is not None):
         grid = state_grid(options["state_qmax"], options["state_scale"], state_affine)
         weights = [weight_ih, weight_hh, bias_ih, bias_hh]
         states = lstm_steps(w, x, weights, [h, c], weight_hr, grid, options["reverse"], cell)
@@ -61,7 +61,7 @@ def gru(
     **options: Any,
 ) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
-    if w.portable and options["state_qmax"]:
+    if _in_steps(w, x, options["state_qmax"]):
         grid = state_grid(options["state_qmax"], options["state_scale"])
         return _states(w, gru_steps(w, x, weights, h, grid, options["reverse"]), x, weight_hh)
     order = (1, 0, 2)  # reset, update, new; ONNX: update, reset, new
@@ -83,11 +83,18 @@ def rnn(
     **options: Any,
 ) -> Value:
     weights = [weight_ih, weight_hh, bias_ih, bias_hh]
-    if w.portable and options["state_qmax"]:
+    if _in_steps(w, x, options["state_qmax"]):
         grid = state_grid(options["state_qmax"], options["state_scale"])
         return _states(w, rnn_steps(w, x, weights, h, grid, options["reverse"], nonlinearity), x, weight_hh)
     states, _ = _layer(w, "RNN", x, weights, [h], (0,), activations=[nonlinearity.capitalize()], **options)
     return _states(w, states, x, weight_hh)
+
+
+def _in_steps(w: Writer, x: Value, state_qmax: int, is_projected: bool = False) -> bool:
+    """Whether a layer is written as the ops of its steps, see `fxq/onnx/stepwise_nodes.py`."""
+    if state_qmax or is_projected:
+        return w.portable
+    return w.for_openvino and is_one_step(x)
 
 
 def _states(w: Writer, name: str, x: Value, weight_hh: Value, rows: int = 0) -> Value:

@@ -1,4 +1,8 @@
-"""ONNX form of recurrent layers whose state is quantized or projected in each step: a Scan over the steps."""
+"""ONNX form of recurrent layers as the ops of a step, in a Scan over the steps, or by themselves for a single step.
+
+It is the form of layers whose state is quantized or projected in each step. A single float step, as in a stream, has it
+for OpenVINO, too, whose recurrent nodes take longer than matrix products.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from fxq.onnx.dequantized import stored_weight, transposed
 from fxq.onnx.layer_nodes import linear
 from fxq.onnx.onnx_objects import NotInOnnx
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer
 from fxq.ops.recurrent import MIN_STATE_RANGE
 from fxq.quant.dynamic_grid import MIN_SCALE, DynamicGrid, Grid
@@ -81,7 +86,7 @@ def lstm_steps(
         h = b.emit("Mul", b.emit("Sigmoid", o), b.emit("Tanh", c))
         return [h if weight_hr is None else _product(b, _rounded(b, h, inner), w, weight_hr, None), c]
 
-    y, _, c = _write_scan(w, x, weights, states, [width, hidden], step, reverse)
+    y, _, c = _write_steps(w, x, weights, states, [width, hidden], step, reverse)
     if not cell:
         return y
     count, samples = -(-hidden // width), x.shape[1]
@@ -104,7 +109,7 @@ def gru_steps(w: Writer, x: Value, weights: Weights, state: Value | None, grid: 
         new = b.emit("Tanh", b.emit("Add", new, b.emit("Mul", reset, other_new)))
         return [b.emit("Add", new, b.emit("Mul", update, b.emit("Sub", before[0], new)))]
 
-    return _write_scan(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]
+    return _write_steps(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]
 
 
 def rnn_steps(
@@ -119,13 +124,18 @@ def rnn_steps(
         summed = b.emit("Add", product, gates)  # with the gates first, OpenVINO is wrong from the second step on
         return [b.emit(nonlinearity.capitalize(), summed)]
 
-    return _write_scan(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]
+    return _write_steps(w, x, weights, [state], [weight_hh.shape[1]], step, reverse)[0]
 
 
-def _write_scan(
+def is_one_step(x: Value) -> bool:
+    """Whether the input of a recurrent layer, (T, N, I), has a single time step in every call."""
+    return not varies(x.shape[0]) and x.shape[0] == 1
+
+
+def _write_steps(
     w: Writer, x: Value, weights: Weights, states: Weights, widths: Sequence[int], step: Step, reverse: bool
 ) -> list[str]:
-    """Write a Scan over the steps.
+    """Write a Scan over the steps, or a single step by itself.
 
     Args:
         w: writer of the model.
@@ -145,11 +155,14 @@ def _write_scan(
     first: list[Operand] = []
     for state, width in zip(states, widths, strict=True):
         first.append(state if state is not None else w.emit("Expand", _number(0.0), w.ints([samples, width])))
+    if is_one_step(x):
+        after = step(w, w.reshaped(inputs, (samples, weight_ih.shape[0])), first)
+        return [w.reshaped(after[0], (1, samples, widths[0])), *after]
     b = w.body()
     before = [b.input("state", x.like.new_empty((samples, width))) for width in widths]
     read = b.input("gates", x.like.new_empty((samples, weight_ih.shape[0])))
-    after = [Value(name, v.like) for name, v in zip(step(b, read, list(before)), before, strict=True)]
-    body = b.graph([*after, after[0]], keep_inputs=True)
+    written = [Value(name, v.like) for name, v in zip(step(b, read, list(before)), before, strict=True)]
+    body = b.graph([*written, written[0]], keep_inputs=True)
     direction = [1] if reverse else None
     *last, hidden_states = w.emit_several(
         "Scan", [*first, inputs], len(widths) + 1, body=body, num_scan_inputs=1, scan_input_directions=direction,
@@ -160,6 +173,8 @@ def _write_scan(
 
 def _product(b: Writer, h: Operand, w: Writer, weight: Value, bias: Value | None) -> str:
     """Write the product of a state (N, P) with a weight (G, P) of the model, plus a bias, inside of a step."""
+    if b is w:  # outside of a loop; only the rank of the state matters
+        return linear(w, Value(w.name_of(h), w.empty((1, weight.shape[1]), torch.float32)), weight, bias)
     stored = stored_weight(w, weight)
     if stored is not None:
         node, constants = stored

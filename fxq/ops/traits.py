@@ -62,7 +62,7 @@ class OpTraits:
         weight: name of the argument that is a weight, if any.
         more_weights: names of further weights, with the same output-channel axis.
         bias: name of the argument that is a bias, if any.
-        more_biases: names of the biases of a recurrent layer, which correct-bias does not change; it has no `bias`.
+        more_biases: names of the biases of a recurrent layer, in the order of its weights; it has no `bias`.
         axis: output-channel axis of the weight.
         channels: axis of these channels in the output, counted from the end (negative).
         table: whether the weight is a table of which whole rows are read.

@@ -235,6 +235,16 @@ class PairedRun:
             chosen = used.get(x, ...)
             yield _states(node, run)[chosen], _states(node, float_run)[chosen]
 
+    def float_steps(self, node: fx.Node) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield for each batch what the next node, a recurrent op, reads in float.
+
+        This is its input (T, N, I), the hidden state before each step (T, N, P), and a mask of the steps that are not
+        padding, bool (T, N); None: all.
+        """
+        x: Any = node.args[0]
+        for run, used in zip(self.reference.runs, self.used, strict=True):
+            yield run.values[x], _states(node, run), used.get(x)
+
 
 class _CorrectedRun(Runner):
     """Run of a graph that replaces the outputs of layers, before the ops fused to them, by functions of them."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fxq.graph.query import is_op, options_of
 from fxq.rewriting.pattern import rewrite
 
 
@@ -130,6 +131,39 @@ def _tanh_gelu(op, m):
     return op.gelu(m.x, approximate="tanh")
 
 
+# ---- norms
+
+
+@rewrite("layer_norm_by_moments_{square}", square=("pow", "mul"))
+def layer_norm_by_moments(op, x, eps, gamma, beta, *, square: str):
+    centred = op.sub(x, op.mean(x, keepdim=True), alpha=1)
+    squares = op.pow(centred, exponent=2) if square == "pow" else op.mul(centred, centred)
+    deviation = op.sqrt(op.add(op.mean(squares, keepdim=True), eps, alpha=1))
+    return op.add(op.mul(op.div(centred, deviation, rounding_mode=None), gamma), beta, alpha=1)
+
+
+@layer_norm_by_moments.unless
+def means_are_not_those_of_the_last_axis(m):
+    last = len(m.x.shape or ()) - 1
+    dims = [options_of(node)["dim"] for node in m.nodes if is_op(node, "mean")]
+    axes = [tuple(dim) if isinstance(dim, (tuple, list)) else (dim,) for dim in dims]
+    return last < 0 or any(axis not in ((last,), (-1,)) for axis in axes)
+
+
+@layer_norm_by_moments.unless
+def factors_are_not_those_of_channels(m):
+    """Refuse unless there is a constant float32 factor and shift for each entry of the last axis, and a number eps."""
+    if m.x.dtype is not torch.float32 or not isinstance(m.captures["eps"], float):
+        return True
+    tensors = [m.gamma.tensor, m.beta.tensor]
+    return any(t is None or tuple(t.shape) != tuple(m.x.shape[-1:]) or t.dtype is not torch.float32 for t in tensors)
+
+
+@layer_norm_by_moments.becomes
+def _layer_norm(op, m):
+    return op.layer_norm(m.x, m.gamma, m.beta, normalized_shape=tuple(m.x.shape[-1:]), eps=m.captures["eps"])
+
+
 # ---- linear layers
 
 
@@ -214,4 +248,4 @@ for _name, _rewrites in FUNCTIONS.items():
 
 LINEAR = (linear_by_matmul, linear_by_addmm, linear_add_bias, experts_by_grouped_mm)
 
-WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, *LINEAR)
+WRITTEN_OUT = (*chain.from_iterable(FUNCTIONS.values()), gelu_by_tanh, layer_norm_by_moments, *LINEAR)

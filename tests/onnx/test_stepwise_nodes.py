@@ -50,3 +50,32 @@ def test_the_number_of_steps_is_not_written_down():
     assert [node.op_type for node in model.graph.node].count("Scan") == 1
     assert len(model.graph.node) < 12
     assert torch.isfinite(run_onnxruntime(model, [X])[0]).all()
+
+
+ONE_STEP = [
+    *(call("lstm", X[:1], *weights(4), STATE, CELL, cell=cell, reverse=cell) for cell in (False, True)),
+    call("lstm", X[:1], *weights(4)[:2]),
+    call("gru", X[:1], *weights(3), STATE),
+    call("rnn", X[:1], *weights(1), STATE, nonlinearity="relu"),
+]
+
+
+@pytest.mark.parametrize("case", ONE_STEP, ids=str)
+def test_a_single_step_is_products_for_openvino(case):
+    gm = single(case.op, *case.values, **case.options)
+    model = write_onnx(gm, case.inputs, for_openvino=True).model
+    assert not {node.op_type for node in model.graph.node} & {"Scan", "LSTM", "GRU", "RNN"}
+    torch.testing.assert_close(run_openvino(model, case.inputs)[0], gm(*case.inputs), rtol=2e-6, atol=1e-6)
+
+
+def test_a_single_step_on_a_grid_has_no_loop():
+    case = call("lstm", X[:1], *weights(4), STATE, CELL, cell=True, **GRIDS[1])
+    gm = single(case.op, *case.values, **case.options)
+    model = write_onnx(gm, case.inputs, portable=True).model
+    assert "Scan" not in {node.op_type for node in model.graph.node}
+    assert sqnr(gm(*case.inputs), run_onnxruntime(model, case.inputs)[0]) > 60
+
+
+def test_several_steps_stay_a_recurrent_node_for_openvino():
+    model = write_onnx(single("gru", X, *weights(3)), [X], for_openvino=True).model
+    assert "GRU" in {node.op_type for node in model.graph.node}

@@ -12,6 +12,8 @@ from fxq.backends.loops.programs.program_steps import CLAMP, Function
 from fxq.quant.qparams import QParams
 from tests.support.program_runs import applied, distance, real, run_steps
 
+FLOATS = "floats"
+"""Stands for the grid of a residual of floats."""
 RELU, RELU6 = Function("clamp", 0.0), Function("clamp", 0.0, 6.0)
 FUNCTIONS = [CLAMP, RELU, RELU6, *map(Function, ("silu", "hardswish", "gelu", "sigmoid", "tanh", "hardsigmoid"))]
 X_GRID, GRID = QParams.per_tensor(0.02, 37), QParams.per_tensor(0.11, 98)
@@ -60,8 +62,9 @@ def conv(
     ).permute(0, 2, 3, 1)  # fmt: skip
     exact = exact * (scale.double() * X_GRID.s) + bias.double()
     if residual is not None:
-        step.residual, step.residual_grid = Area(out.shape, False), residual
-        memory[step.residual] = pixels(*out.shape)
-        exact = exact + real(memory[step.residual], residual)
+        is_float = residual == FLOATS
+        step.residual, step.residual_grid = Area(out.shape, is_float), None if is_float else residual
+        memory[step.residual] = torch.randn(out.shape) if is_float else pixels(*out.shape)
+        exact = exact + (memory[step.residual].double() if is_float else real(memory[step.residual], residual))
     area.widen(step.border())
     return run_steps([step], memory, loops), applied(function, exact)

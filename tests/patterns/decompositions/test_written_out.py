@@ -82,6 +82,42 @@ def test_what_only_looks_like_one(forward):
     assert not any(name in line for line in canonical(forward) for name in ("silu", "mish", "gelu", "hardswish"))
 
 
+# ---- norms
+
+
+def moments(x, axis=-1, square=torch.square):
+    centred = x - x.mean(axis, keepdim=True)
+    return centred, square(centred).mean(axis, keepdim=True)
+
+
+@pytest.mark.parametrize("square", [lambda x: x**2, lambda x: x * x, lambda x: torch.pow(x, 2.0)])
+@pytest.mark.parametrize("axis", [-1, 3, [-1]])
+def test_a_layer_norm_written_out(square, axis):
+    def forward(self, x):
+        centred, variance = moments(x, axis, square)
+        return self.g * (centred / torch.sqrt(variance + 1e-6)) + self.b
+
+    assert canonical(forward, g=torch.randn(6), b=torch.randn(6))[-1].endswith(
+        "layer_norm(x, @g, @b, normalized_shape=(6,), eps=1e-06)"
+    )
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: (lambda c, v: c / (v + 1e-5).sqrt() * self.g + self.b)(*moments(x, 2)),
+        lambda self, x: (lambda c, v: c / (v + 1e-5).sqrt() * self.g[0] + self.b)(*moments(x)),
+        lambda self, x: (lambda c, v: c / (v + 1e-5).sqrt() * self.g + x)(*moments(x)),
+        lambda self, x: (lambda c, v: x / (v + 1e-5).sqrt() * self.g + self.b)(*moments(x)),
+        lambda self, x: (lambda c, v: c / (v + 1e-5).sqrt() * self.g + self.b + c)(*moments(x)),
+        lambda self, x: (lambda c, v: c / (v + v).sqrt() * self.g + self.b)(*moments(x)),
+    ],
+    ids=["other axis", "one factor", "no constant", "not centred", "read elsewhere", "no number"],
+)
+def test_what_only_looks_like_a_layer_norm(forward):
+    assert not any("layer_norm" in line for line in canonical(forward, g=torch.randn(6), b=torch.randn(6)))
+
+
 # ---- linear layers
 
 

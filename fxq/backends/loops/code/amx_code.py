@@ -29,7 +29,9 @@ from fxq.backends.loops.code.epilogue_code import (
     VECTORS_PACKED,
     ByteCode,
     EpilogueCode,
+    Residual,
     TileOutput,
+    pixel_address,
     quantizing,
     scaling,
     with_prelu,
@@ -354,8 +356,10 @@ def _store_bytes(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutpu
             _store_at(b, vectors.lanes_of(b, packed, packed, range(size * k, size * (k + 1))), result, pixel)
 
 
-def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutput, count: Any) -> None:
-    """Store floats of the stored sums of some pixels, clamped: `count` of the 16 or 32 columns."""
+def _store_floats(
+    b: Any, sums: Any, pixels: Any, columns: int, result: TileOutput, count: Any, residual: Residual | None
+) -> None:
+    """Store floats of the stored sums of some pixels, clamped: `count` of the 16 or 32 columns, plus other floats."""
     epilogues = [scaling(b, _of_block(result, b, c)) for c in range(columns)]
     low, high = vectors.bounds(b, result.numbers)
     masks = [_first_lanes(b, b.sub(count, number(LANES * c))) for c in range(columns)]
@@ -366,8 +370,12 @@ def _store_floats(b: Any, sums: Any, pixels: Any, columns: int, result: TileOutp
                 b.add(sums, b.mul(pixel.index, number(ROW_BYTES))), b.add(result.out, b.mul(place, number(4)))
             )  # fmt: skip
             for c, (epilogue, mask) in enumerate(zip(epilogues, masks, strict=True)):
-                total = load(b, line, INTS, BLOCKS_AT_ONCE * TILE_BYTES * c)
-                y = vectors.clamp_keep_nan(b, epilogue(pixel.index, total), low, high)
+                y = epilogue(pixel.index, load(b, line, INTS, BLOCKS_AT_ONCE * TILE_BYTES * c))
+                if residual is not None:
+                    added = pixel_address(b, residual.x, residual.places, pixel.index, 4)
+                    lanes = load_lanes(b, b.add(added, number(4 * LANES * c)), mask)
+                    y = b.fadd(y, b.bitcast(lanes, FLOATS))
+                y = vectors.clamp_keep_nan(b, y, low, high)
                 store_lanes(b, b.bitcast(y, INTS), b.add(out, number(4 * LANES * c)), mask)
 
 
@@ -416,9 +424,18 @@ def activation_of_sums(function: Callable[[Any, Any], Any]) -> Any:
 
 
 @on_addresses
-def float_sums(b, sums, pixels, columns, result, count):
-    """Scale sums that are stored, and clamp them: floats, `count` of the 16 or 32 columns."""
-    _of_columns(b, columns, lambda n: _store_floats(b, sums, pixels, n, result, count))
+def float_sums(b, sums, pixels, columns, result, count, residual):
+    """Scale sums that are stored, add a `Residual` of floats, if there is one, and clamp them.
+
+    `count` of the 16 or 32 columns are written.
+    """
+
+    def code(n: int) -> None:
+        adds = b.zext(b.icmp_unsigned("!=", residual.x, number(0)), INT64)
+        kinds = (None, residual)
+        choose(b, adds, range(2), lambda k: _store_floats(b, sums, pixels, n, result, count, kinds[k]))
+
+    _of_columns(b, columns, code)
 
 
 one_by_one, one_by_two, two_by_one, two_by_two = (sums_of_tiles(r, c) for r in (1, 2) for c in (1, 2))

@@ -144,10 +144,11 @@ def _finish_blocks(step, bases, k, columns, tile, rows, sums, floats):
     code, function, spread = step[AmxField.EPILOGUE], step[AmxField.FUNCTION], step[AmxField.SPREAD]
     offset, here, pixels = ROW_BYTES * k, ROW_BYTES * tile, TILE_ROWS * rows
     out_step = 0 if spread else ROW_BYTES if step[AmxField.TO_FLOATS] else LANES
-    residual_places = step[AmxField.RESIDUAL_PLACES]
+    residual_places, residual_grid = step[AmxField.RESIDUAL_PLACES], step[AmxField.RESIDUAL_GRID]
+    residual_step = LANES if residual_grid else ROW_BYTES
     residual = Residual(
-        address_of(bases, step, AmxField.RESIDUAL) + LANES * k if residual_places else 0, residual_places + here,
-        step[AmxField.RESIDUAL_GRID],
+        address_of(bases, step, AmxField.RESIDUAL) + residual_step * k if residual_places else 0,
+        residual_places + here, residual_grid,
     )  # fmt: skip
     result = TileOutput(
         step[AmxField.SCALE] + offset, step[AmxField.BIAS] + offset, step[AmxField.NUMBERS],
@@ -159,10 +160,10 @@ def _finish_blocks(step, bases, k, columns, tile, rows, sums, floats):
                 result.scale + ROW_BYTES * c, result.bias + ROW_BYTES * c, result.numbers, result.out + out_step * c,
                 result.places,
             )  # fmt: skip
-            added = Residual(residual.x + LANES * c if residual_places else 0, residual.places, residual.grid)
+            added = Residual(residual.x + residual_step * c if residual_places else 0, residual.places, residual.grid)
             _finish_pixels(step, k + c, pixels, sums + PIXELS_AT_ONCE * ROW_BYTES * c, floats, of_block, added)
     elif code == STORE_FLOATS:
-        float_sums(sums, pixels, columns, result, step[AmxField.CHANNELS] - LANES * k)
+        float_sums(sums, pixels, columns, result, step[AmxField.CHANNELS] - LANES * k, residual)
     else:
         _finish_bytes(code, function, sums, pixels, columns, result, step[AmxField.SLOPE] + offset, residual)
 

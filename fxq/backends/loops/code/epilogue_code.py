@@ -33,12 +33,12 @@ class TileOutput(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Integers that are added to the scaled sums of a tile.
+    """Integers or floats that are added to the scaled sums of a tile.
 
     Attributes:
-        x: Address of uint8; 0: nothing is added.
-        places: Address of int32: bytes from `x` to the 16 integers of each pixel.
-        grid: Address of float32: scale, shift.
+        x: Address of uint8 or float32; 0: nothing is added.
+        places: Address of int32: elements from `x` to the 16 columns of each pixel.
+        grid: Address of float32: scale, shift; 0 for floats.
     """
 
     x: Any

@@ -156,6 +156,17 @@ def _read_second(y, is_float, grid, out, count, is_one):
 
 
 @helper
+def _compute(x, y, count, operation, function, slope, numbers):
+    """Compute an operation and a function of floats x in place. Arguments: see `PointwiseField`."""
+    if operation == 2 or operation == 3:
+        _combine(x, y, operation == 3, count)
+    if function != NO_FUNCTION:
+        apply_function(function, x, count, slope, numbers)
+    if operation == 4:
+        _combine(x, y, False, count)
+
+
+@helper
 def pointwise(step, bases):
     """Compute a function of each element of one value, or of two. Fields: `PointwiseField`."""
     x, y = address_of(bases, step, PointwiseField.X), address_of(bases, step, PointwiseField.Y)
@@ -187,12 +198,9 @@ def pointwise(step, bases):
                 for first in range(0, run, chunk):
                     size = min(chunk, run - first)
                     read(a + x_size * first, x_is_float, x_grid[0], x_grid[1], scratch, size)
-                    if operation > 1:
-                        if not period:
-                            _read_second(b + y_size * first, y_is_float, y_grid, second, size, y_is_one)
-                        _combine(scratch, second, operation == 3, size)
-                    if function != NO_FUNCTION:
-                        apply_function(function, scratch, size, slope, numbers)
+                    if operation > 1 and not period:
+                        _read_second(b + y_size * first, y_is_float, y_grid, second, size, y_is_one)
+                    _compute(scratch, second, size, operation, function, slope, numbers)
                     write(scratch, to_floats, numbers, target + out_size * first, size)
 
 

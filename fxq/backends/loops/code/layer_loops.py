@@ -125,6 +125,14 @@ class TileEpilogue(NamedTuple):
 
 
 @helper
+def _add_floats(x, y, count):
+    """Add `count` floats to others in place."""
+    x, y = carray(floats(x), count), carray(floats(y), count)
+    for j in range(count):
+        x[j] += y[j]
+
+
+@helper
 def finish(sums, tile, pixels, result, epilogue, residual):
     """Scale the sums of a tile, add bias and residual, apply the function, and write the results.
 
@@ -142,7 +150,10 @@ def finish(sums, tile, pixels, result, epilogue, residual):
     if residual.x:
         residual_places = carray(ints(residual.places), pixels)
         for p in range(pixels):
-            add_integers(tile + _BLOCK_BYTES * p, residual.x + residual_places[p], residual.grid)
+            if residual.grid:
+                add_integers(tile + _BLOCK_BYTES * p, residual.x + residual_places[p], residual.grid)
+            else:
+                _add_floats(tile + _BLOCK_BYTES * p, residual.x + _INT_BYTES * residual_places[p], epilogue.count)
     if epilogue.function != CLAMP or epilogue.to_floats:
         apply_function(epilogue.function, tile, LANES * pixels, epilogue.slope, result.numbers)
     factor = result.numbers + 2 * _INT_BYTES
@@ -265,6 +276,7 @@ def product(step, bases):
     is_depthwise, block_step = step[ProductField.IS_DEPTHWISE], step[ProductField.BLOCK_STEP]
     spread, residual = step[ProductField.SPREAD], address_of(bases, step, ProductField.RESIDUAL)
     residual_places, residual_grid = step[ProductField.RESIDUAL_PLACES], step[ProductField.RESIDUAL_GRID]
+    residual_step = LANES if residual_grid else _BLOCK_BYTES
     code, sums = step[ProductField.EPILOGUE], scratch_of(bases)
     own = sums + CONVERTED_AT
     wide_weight = own + _BLOCK_BYTES * ((min(pixels, pixels_at_once) + LANES - 1) // LANES)  # cache lines
@@ -295,7 +307,9 @@ def product(step, bases):
                     own + _INT_BYTES * (p - first),
                 )  # fmt: skip
                 result = TileOutput(scale + offset, bias + offset, numbers, out + k * out_step, out_places + here)
-                added = Residual(residual + LANES * k if residual_places else 0, residual_places + here, residual_grid)
+                added = Residual(
+                    residual + residual_step * k if residual_places else 0, residual_places + here, residual_grid
+                )  # fmt: skip
                 if code == ROUND:
                     _round_tile(size, tile, result)
                 elif code in (STORE_SUMS, STORE_FLOATS) or size < TILE_PIXELS:

@@ -47,8 +47,8 @@ class ProductField(IntEnum):
     BLOCK_STEP = 24  # bytes of input from a block to the next; 0: all blocks read the same channels
     SPREAD = 25  # address of int32: elements from the place of a pixel to each column; 0: columns are side by side
     RESIDUAL = 26  # base, offset
-    RESIDUAL_PLACES = 28  # address of int32: bytes from RESIDUAL to each pixel; 0: no residual
-    RESIDUAL_GRID = 29  # address of float32: scale, shift
+    RESIDUAL_PLACES = 28  # address of int32: elements from RESIDUAL to each pixel; 0: no residual
+    RESIDUAL_GRID = 29  # address of float32: scale, shift; 0: the residual is float32
     EPILOGUE = 30  # STORE_SUMS, ROUND, ADD_RESIDUAL, APPLY_PRELU, APPLY_FUNCTION or STORE_FLOATS
 
 
@@ -139,7 +139,7 @@ class PointwiseField(IntEnum):
     OUT = 15  # base, offset
     OUT_STRIDES = 17  # sample, row, pixel; in bytes
     RUNS = 20  # samples, rows, runs in a row, elements of a run
-    OPERATION = 24  # 1: reads x only; 2: adds y; 3: multiplies by y
+    OPERATION = 24  # 1: reads x only; 2: adds y; 3: multiplies by y; 4: adds y to the function of x
     FUNCTION = 25  # index in `memory_loops.FUNCTION_NAMES`, or NO_FUNCTION
     SLOPE = 26  # address of float32 (16,)
     NUMBERS = 27  # address of float32: lower bound, upper bound, factor, zero point

@@ -53,8 +53,8 @@ class ProductStep(ProgramStep):
         stride: Rows and columns from a window to the next.
         out_stride: Rows and columns from a result to the next; more than 1 for a transposed convolution.
         spread: (row, column, channel) of each column, relative to the first one; None if columns are channels.
-        residual: Value that is added before the function, uint8.
-        residual_grid: Grid of the residual.
+        residual: Value that is added before the function, uint8 or float32.
+        residual_grid: Grid of the residual; None if it is float32.
     """
 
     x: Area = field(kw_only=True)
@@ -79,6 +79,12 @@ class ProductStep(ProgramStep):
     def can_fold_scale(self) -> bool:
         """Whether a factor may be folded into scale and bias, since nothing else is computed of the results yet."""
         return self.function == CLAMP and self.residual is None and self.spread is None
+
+    @property
+    def can_add_floats(self) -> bool:
+        """Whether a float value may be added to the results, since nothing else is computed of them yet."""
+        is_plain = self.function == CLAMP and self.residual is None and self.weight.dim() == 3
+        return is_plain and (self.spread is None or len(self._slices()) > 1)
 
     def fold_scale(self, factor: Tensor) -> None:
         """Multiply the results by a factor, float32 (columns,), by folding it into scale and bias."""
@@ -180,7 +186,7 @@ class ProductStep(ProgramStep):
             block_bytes=LANES if is_depthwise else packed.numel() // blocks,
             pixels_at_once=pixels_at_once,
             is_depthwise=is_depthwise, block_step=LANES if is_depthwise else 0, spread=spread,
-            **self._residual_fields(writer), epilogue=epilogue,
+            **self._residual_fields(writer, first, channel), epilogue=epilogue,
         )  # fmt: skip
 
     def _amx_row(
@@ -201,26 +207,32 @@ class ProductStep(ProgramStep):
             **self._column_values(writer, columns, blocks * LANES, epilogue == loops.ROUND),
             function=self.kind(writer), to_floats=self.grid is None, channels=count,
             block_bytes=packed.numel() // blocks, tiles_at_once=tiles.at_once, spread=spread,
-            **self._residual_fields(writer, tiles), epilogue=epilogue,
+            **self._residual_fields(writer, first, channel, tiles), epilogue=epilogue,
             size=tiles.size,
         )  # fmt: skip
 
-    def _residual_fields(self, writer: RowWriter, tiles: AmxTiles | None = None) -> dict[str, int | Sequence[int]]:
-        """Values of the fields of the residual, whose places are those of pixels, or of tiles of AMX."""
+    def _residual_fields(
+        self, writer: RowWriter, first: tuple[int, int, int], channel: int, tiles: AmxTiles | None = None
+    ) -> dict[str, int | Sequence[int]]:
+        """Values of the fields of the residual, whose places are those of pixels, or of tiles of AMX.
+
+        `first`: see `_product_row`. `channel` is that of the first column.
+        """
         if self.residual is None:
             return {"residual": (0, 0), "residual_places": 0, "residual_grid": 0}
-        places = self._places(self.residual, (0, 0), self.out_stride)
+        places = self._places(self.residual, first[:2], self.out_stride, channel + first[2])
         address = writer.constant(places if tiles is None else tiles.places_of(places))
-        grid = writer.grid(self.residual_grid)
+        grid = 0 if self.residual_grid is None else writer.grid(self.residual_grid)
         return {"residual": self.residual.start, "residual_places": address, "residual_grid": grid}
 
     def _epilogue(self, loops: ModuleType) -> int:
         """Epilogue of large tiles, see `layer_loops.py`."""
         if self.grid is None:
-            is_clamp = self.function.name == "clamp" and self.residual is None
+            is_clamp = self.function.name == "clamp" and self.residual_grid is None
             return int(loops.STORE_FLOATS if is_clamp else loops.STORE_SUMS)
         if self.residual is not None:
-            return int(loops.ADD_RESIDUAL if self.function.name == "clamp" else loops.STORE_SUMS)
+            is_quick = self.function.name == "clamp" and self.residual_grid is not None
+            return int(loops.ADD_RESIDUAL if is_quick else loops.STORE_SUMS)
         epilogues = {"clamp": loops.ROUND, "prelu": loops.APPLY_PRELU}
         epilogues.update(dict.fromkeys(("silu", "hardswish", "gelu"), loops.APPLY_FUNCTION))
         return int(epilogues.get(self.function.name, loops.STORE_SUMS))

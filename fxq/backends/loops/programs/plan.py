@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from fxq.backends.loops.programs.areas import EXTERNAL, Area
+from fxq.backends.loops.programs.folded_functions import fold_functions
 from fxq.backends.loops.programs.planned_values import (
     PLANNERS,
     RAW,
@@ -84,6 +85,7 @@ class ProgramPlan(StepBuilder):
         self.returns_tuple = isinstance(returned, (tuple, list))
         results = list(returned) if self.returns_tuple else [returned]
         self.outputs = [self._output(i, value) for i, value in enumerate(results)]
+        self.steps = fold_functions(self.steps)
         refuse(
             any(area.shape[0] * area.sample_stride >= 2**31 for area in self.areas),
             "its values have 2**31 elements or more",

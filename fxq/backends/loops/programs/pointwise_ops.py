@@ -48,6 +48,9 @@ def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
         if plan.can_add_residual(value, residual):
             value.step.residual, value.step.residual_grid = residual.area, residual.grid
             return value
+    for value, residual in ((x, other), (other, x)):
+        if plan.add_floats(value, residual):
+            return value
     return binary(plan, x, other, False)
 
 

@@ -163,7 +163,8 @@ class QuantizeStep(ProgramStep):
 class PointwiseStep(ProgramStep):
     """Step that computes a function of each element of one value, or of two.
 
-    The second value may be broadcast over pixels or over channels.
+    The second value may be broadcast over pixels or over channels. With `applies_first`, it is added to the function of
+    the first one, which is no clamp then.
     """
 
     x: Area = field(kw_only=True)
@@ -171,6 +172,7 @@ class PointwiseStep(ProgramStep):
     y: Area | None = None
     y_grid: QParams | None = None
     multiplies: bool = False
+    applies_first: bool = False
 
     @property
     def reads(self) -> list[Area]:
@@ -200,7 +202,7 @@ class PointwiseStep(ProgramStep):
         row = writer.row(
             writer.loops.POINTWISE, PointwiseField, **inputs, out=out.origin, out_strides=out.byte_strides,
             runs=[samples, high, 1, broad * out.pixel_stride] if in_rows else [samples, high, broad, channels],
-            operation=1 if self.y is None else 2 + self.multiplies,
+            operation=1 if self.y is None else 4 if self.applies_first else 2 + self.multiplies,
             function=writer.loops.NO_FUNCTION if is_plain else self.kind(writer), slope=self.slopes(writer),
             numbers=writer.floats(*self.numbers()), to_floats=bool(out.is_float), period=period if in_rows else 0,
             y_is_one=y_is_one,

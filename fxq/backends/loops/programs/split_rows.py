@@ -123,7 +123,7 @@ def _steps_of_blocks(f: type[ProductField] | type[AmxField], row: Sequence[int])
     return {
         f.WEIGHT: row[f.BLOCK_BYTES], f.START: step, f.SCALE: step, f.BIAS: step, f.SLOPE: step,
         f.OUT + 1: 0 if row[f.SPREAD] else step if row[f.TO_FLOATS] else LANES, f.CHANNELS: -LANES,
-        f.SPREAD: step if row[f.SPREAD] else 0, f.RESIDUAL + 1: LANES,
+        f.SPREAD: step if row[f.SPREAD] else 0, f.RESIDUAL + 1: LANES if row[f.RESIDUAL_GRID] else step,
     }  # fmt: skip
 
 

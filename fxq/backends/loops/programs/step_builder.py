@@ -229,6 +229,20 @@ class StepBuilder:
         )
         return is_same_shape and is_settled and is_before
 
+    def add_floats(self, value: Any, other: Any) -> bool:
+        """Add a float value in the step of an integer layer, if that can, and the value exists before it runs."""
+        if not isinstance(value, PlannedValue) or not isinstance(other, PlannedValue):
+            return False
+        step, is_same_kind = value.step, (value.rank, value.axis) == (other.rank, other.axis)
+        if not isinstance(step, ProductStep) or not step.can_add_floats or value.area.shape != other.area.shape:
+            return False
+        following, area = self.steps[self.steps.index(step) :], other.area if other.step is None else other.step.out
+        is_float = other.step is not None or (other.area.is_float and area.base == ARENA)
+        if not is_same_kind or not is_float or any(later_step.out.root is area.root for later_step in following):
+            return False
+        step.residual, step.residual_grid = self.settle(other, None).area, None
+        return True
+
     def move(
         self,
         x: PlannedValue,

@@ -24,7 +24,7 @@ from fxq.backends.loops.programs.program_steps import CLAMP, Function, RowWriter
 from fxq.backends.loops.programs.split_rows import split_row
 from fxq.common.metrics import sqnr
 from fxq.quant.qparams import QParams
-from tests.support.layers import FUNCTIONS, GRID, GRIDS, check, conv, weights
+from tests.support.layers import FLOATS, FUNCTIONS, GRID, GRIDS, check, conv, weights
 from tests.support.programs import quantized, regions
 
 pytestmark = pytest.mark.any_cpu
@@ -92,8 +92,8 @@ def check_amx(*arguments, grid=GRID, **about):
     columns=st.integers(1, 70), size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.tuples(st.integers(1, 2), st.integers(1, 3)), padding=st.tuples(st.integers(0, 1), st.integers(0, 2)),
     function=st.sampled_from([*FUNCTIONS, "prelu"]), grid=GRIDS,
-    residual=st.sampled_from([None, None, QParams.per_tensor(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
-    seed=st.integers(0, 99),
+    residual=st.sampled_from([None, None, QParams.per_tensor(0.07, 9), FLOATS]), dense=st.booleans(),
+    border=st.integers(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_convolutions(shape, columns, size, stride, padding, function, grid, residual, dense, border, seed):
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from fxq.backends.loops.programs.areas import Area
 from fxq.backends.loops.programs.layer_steps import LinearStep, ProductStep
 from fxq.backends.loops.programs.program_steps import CLAMP, Function
 from fxq.quant.qparams import QParams
-from tests.support.layers import FUNCTIONS, GRID, GRIDS, X_GRID, check, conv, pixels, weights
+from tests.support.layers import FLOATS, FUNCTIONS, GRID, GRIDS, X_GRID, check, conv, pixels, weights
 from tests.support.program_runs import applied, real, run_steps
 
 pytestmark = pytest.mark.any_cpu
@@ -26,8 +26,8 @@ pytest.importorskip("fxq.backends.loops.code.program_loops", reason="needs Numba
     columns=st.integers(1, 40), size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.tuples(st.integers(1, 2), st.integers(1, 3)), padding=st.tuples(st.integers(0, 1), st.integers(0, 2)),
     dilation=st.tuples(st.just(1), st.integers(1, 2)), function=st.sampled_from(FUNCTIONS), grid=GRIDS,
-    residual=st.sampled_from([None, QParams.per_tensor(0.07, 9)]), dense=st.booleans(), border=st.integers(0, 1),
-    seed=st.integers(0, 99),
+    residual=st.sampled_from([None, QParams.per_tensor(0.07, 9), FLOATS]), dense=st.booleans(),
+    border=st.integers(0, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_convolutions(
     shape, columns, size, stride, padding, dilation, function, grid, residual, dense, border, seed

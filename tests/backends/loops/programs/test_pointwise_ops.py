@@ -55,6 +55,36 @@ def test_functions_of_large_and_small_values(name):
     torch.testing.assert_close(got, form(*draft.inputs), rtol=1e-5, atol=2e-6)
 
 
+def leaky_relu(draft, x):
+    return draft.op("leaky_relu", x, negative_slope=0.1)
+
+
+def written_as_floats(compiled):
+    """Steps of a program that write leaky_relu as floats."""
+    return [step.name for step in compiled.plan.steps if step.function.name == "prelu" and step.grid is None]
+
+
+def test_readers_of_a_leaky_relu_compute_it():
+    """Also where they subtract a value from it, as in an input that is the sum of two values of 8 bits."""
+    draft = Draft()
+    x = draft.op("add", draft.conv(draft.image(2, 3, 5, 4), 16), draft.conv(draft.image(2, 3, 5, 4), 16))
+    y = leaky_relu(draft, x)
+    coarse = draft.qdq(y)
+    fine = draft.qdq(draft.op("sub", y, coarse), (0.001, 128))
+    compiled = check(draft, draft.op("add", draft.conv(coarse, 16), draft.conv(fine, 16)), draft.op("add", x, coarse))
+    assert written_as_floats(compiled) == []
+    assert [step.applies_first for step in compiled.plan.steps if step.function.name == "prelu"] == [False, True]
+
+
+@pytest.mark.parametrize(("name", "options"), [("mul", {}), ("gelu", {"approximate": "none"})])
+def test_a_leaky_relu_with_other_readers_is_written_as_floats(name, options):
+    draft = Draft()
+    x = draft.op("mul", draft.image(2, 16, 5, 4), draft.image(2, 16, 5, 4))
+    y = leaky_relu(draft, x)
+    read = draft.op(name, y, *([] if options else [x]), **options)
+    assert len(written_as_floats(check(draft, draft.quantize(y), read))) == 1
+
+
 def test_a_second_function_is_a_step_of_its_own():
     draft = Draft()
     y = draft.op("sigmoid", draft.op("silu", draft.conv(draft.image(2, 3, 5, 4), 16)))
@@ -356,3 +386,53 @@ def test_constants_of_another_type():
     draft = Draft()
     y = draft.op("mul", draft.image(2, 3, 5, 5), draft.constant(draft.normal(3, 1, 1).double()))
     assert refused(draft, y) == "its constant is not float32"
+
+
+# ---- sums of floats that a layer computes
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16, 33, 48])
+def test_the_second_of_two_layers_adds_the_first(columns):
+    draft = Draft()
+    x, narrow = draft.image(2, 20, 5, 7), draft.image(2, 8, 5, 7)
+    y = draft.op("add", draft.conv(x, columns, 3), draft.conv(narrow, columns))
+    compiled = check(draft, y)
+    assert kinds(compiled) == ["QuantizeStep", "QuantizeStep", "ProductStep", "ProductStep"]
+    check(draft, draft.quantize(y))
+    check(draft, draft.quantize(draft.op("silu", y)))
+    check(draft, draft.op("relu", y))
+
+
+def test_a_layer_adds_floats_that_are_read_elsewhere():
+    draft = Draft()
+    x = draft.image(2, 16, 5, 4)
+    y = draft.op("sigmoid", draft.conv(x, 16))
+    compiled = check(draft, draft.op("add", y, draft.conv(x, 16, 3)), draft.op("mul", y, y))
+    assert [step.residual is not None for step in compiled.plan.steps if isinstance(step, ProductStep)] == [False, True]
+
+
+def test_sums_that_layers_do_not_compute():
+    """Floats of the caller may have another order in memory; a layer that runs before a value cannot add it."""
+    draft = Draft()
+    x, floats = draft.image(2, 16, 5, 4), draft.input(draft.normal(2, 16, 5, 4))
+    early = draft.conv(x, 16)
+    late = draft.op("mul", draft.op("sigmoid", x), x)
+    depthwise = draft.conv(x, 16, 3, groups=16)
+    for y in (
+        draft.op("add", draft.conv(x, 16), floats),
+        draft.op("add", early, late),
+        draft.op("add", depthwise, draft.op("sigmoid", x)),
+    ):
+        compiled = check(draft, y)
+        assert all(step.residual is None for step in compiled.plan.steps if isinstance(step, ProductStep))
+
+
+@pytest.mark.parametrize(("columns", "is_added"), [(16, True), (5, False)])
+def test_a_transposed_layer_adds_floats_where_its_rows_have_whole_blocks(columns, is_added):
+    draft = Draft()
+    x = draft.image(2, 20, 9)
+    y, z = (
+        draft.op("conv_transpose1d", x, draft.weight(20, columns, 4, axis=1), stride=(2,), padding=(1,)) for _ in "yz"
+    )
+    compiled = check(draft, draft.op("add", y, z))
+    assert any(isinstance(step, PointwiseStep) and step.y is not None for step in compiled.plan.steps) != is_added

@@ -37,8 +37,9 @@ def image_step(draft, kind):
     x = draft.image(2, 80, 14, 15)
     if kind in ("relu", "hardswish", "tanh"):
         return draft.quantize(draft.op(kind, draft.conv(x, 144, 3)))
-    if kind == "residual":
-        y = draft.qdq(draft.conv(x, 80, 1))
+    if kind in ("residual", "floats"):
+        y = draft.conv(x, 80, 1)
+        y = draft.qdq(y) if kind == "residual" else y
         return draft.quantize(draft.op("add", draft.conv(x, 80, 3), y))
     if kind == "transposed":
         return draft.op("conv_transpose2d", x, draft.weight(80, 24, 2, 2, axis=1), draft.vector(24), stride=(2, 2))
@@ -60,7 +61,8 @@ def image_step(draft, kind):
 
 
 KINDS = [
-    "relu", "hardswish", "tanh", "residual", "transposed", "depthwise", "narrow", "strided", "max_pool2d", "avg_pool2d",
+    "relu", "hardswish", "tanh", "residual", "floats", "transposed", "depthwise", "narrow", "strided", "max_pool2d",
+    "avg_pool2d",
 ]  # fmt: skip
 
 
@@ -73,6 +75,17 @@ def test_images(kind, threads):
     compiled = divided(form, draft.inputs, threads)
     assert all(len(parts) > 1 for parts in compiled._rows.parts)
     compare_exactly(compiled(*draft.inputs), program(form, draft.inputs)(*draft.inputs))
+
+
+@pytest.mark.parametrize("read_as", ["floats", "integers"])
+def test_columns_of_a_layer_that_adds_another_value(read_as):
+    """Of few pixels and many columns, parts have some of the columns."""
+    draft = Draft()
+    x = draft.image(1, 256, 2, 2)
+    y = draft.conv(x, 320)
+    y = y if read_as == "floats" else draft.qdq(y)
+    form = draft.form(draft.op("add", draft.conv(x, 320, 3), y))
+    compare_exactly(divided(form, draft.inputs, 3)(*draft.inputs), program(form, draft.inputs)(*draft.inputs))
 
 
 @pytest.mark.parametrize("causal", [False, True])

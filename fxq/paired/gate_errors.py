@@ -1,0 +1,168 @@
+"""Mean errors that rounding leaves in the gates of recurrent layers, which their biases can correct."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from fxq.common.data import Batch
+from fxq.graph.grid import dynamic_grid_of, grid_of
+from fxq.graph.info import info
+from fxq.graph.query import constant, is_op, op_of, options_of, plan_of, read_attribute
+from fxq.graph.region import packing_of
+from fxq.graph.unit import OpCall, calls_of
+from fxq.ops.recurrent import on_affine_grid, on_grid
+from fxq.paired.estimate import ShrunkMean
+from fxq.paired.paired_run import PairedRun
+from fxq.pipeline.float_values import LayerValues
+from fxq.quant.dynamic_grid import Grid
+from fxq.quant.qparams import dequantize
+from fxq.rewriting.rewriter import Rewriter
+
+_PARTS = 32
+"""Number of parts of the samples whose means are compared, if there are enough time steps."""
+_MIN_PART_STEPS = 16
+"""Minimum number of time steps in a part."""
+
+
+@dataclass
+class _Product:
+    """Product of the input or of the hidden state with its weight, for all gates.
+
+    Attributes:
+        old: node of its bias.
+        bias: values of its bias, (gates * H,).
+        real: float weight, (gates * H, C).
+        rounded: weight on its grid, of the same shape.
+        waiting: means of what it reads and of what that is rounded to, with the number of steps, not enough for a part
+            yet.
+        steps: number of time steps in the parts so far.
+        error: mean of the float product minus the rounded one.
+    """
+
+    old: fx.Node
+    bias: Tensor
+    real: Tensor
+    rounded: Tensor
+    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    steps: int = 0
+    error: ShrunkMean = field(default_factory=ShrunkMean)
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, call: OpCall, weight_name: str, bias_name: str) -> _Product | None:
+        """Product of a weight; None if the weight is not in integers, or the bias is not constant."""
+        weight, old = call.tensors.get(weight_name), call.tensors.get(bias_name)
+        bias = constant(gm, old)
+        if bias is None or not isinstance(old, fx.Node) or not isinstance(weight, fx.Node):
+            return None
+        grid, path = grid_of(gm, weight), info(weight).stands_for
+        stored = constant(gm, weight.args[0]) if is_op(weight, "dequantize") else None
+        if grid is None or stored is None or not path:
+            return None
+        packing = packing_of(weight)
+        integers = stored if packing is None else packing.unpack(stored)
+        return cls(old, bias, read_attribute(gm, path).detach().double(), dequantize(integers, grid).double())
+
+    def add(self, x: Tensor, rounded: Tensor, parts: int) -> None:
+        """Add values that the product reads, in float and rounded, float32 (steps, C) each, as at most some parts."""
+        self.waiting.append((x, rounded))
+        count = sum(len(rows) for rows, _ in self.waiting)
+        if count < _MIN_PART_STEPS:
+            return
+        pair = [torch.cat(rows) for rows in zip(*self.waiting, strict=True)]
+        self.waiting.clear()
+        self.steps += count
+        mean, mean_rounded = (
+            torch.stack([part.double().mean(0) for part in rows.tensor_split(min(parts, count // _MIN_PART_STEPS))])
+            for rows in pair
+        )
+        self.error.add((mean - mean_rounded) @ self.real.T + mean_rounded @ (self.real - self.rounded).T)
+
+    def corrected(self, least: int) -> Tensor:
+        """Bias plus the mean error, shrunk by its noise; the bias alone, if there are fewer than `least` time steps."""
+        return self.bias if self.steps < least else (self.bias.double() + self.error()).to(self.bias)
+
+
+@dataclass
+class GateErrors:
+    """Recurrent layer on integers, and the mean errors of its products.
+
+    Attributes:
+        node: the layer.
+        x: its input.
+        grid: grid of its input.
+        products: product of the input, and of the hidden state.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    grid: Grid
+    products: tuple[_Product, _Product]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, node: fx.Node) -> GateErrors | None:
+        """Errors of a node, none measured yet; None if it is no recurrent layer on integers with constant biases."""
+        op, plan = op_of(node), plan_of(node)
+        if op is None or op.traits.recurrence is None or plan is None or plan.precision != "int8":
+            return None
+        (call,) = calls_of(gm, node)
+        x = call.tensors.get(op.traits.inputs[0])
+        if not isinstance(x, fx.Node) or not is_op(x, "dequantize") or not isinstance(x.args[0], fx.Node):
+            return None
+        grid = dynamic_grid_of(x.args[0]) or grid_of(gm, x.args[0])
+        weights, biases = (op.traits.weight or "", *op.traits.more_weights), op.traits.more_biases
+        products = [_Product.of(gm, call, *names) for names in zip(weights, biases, strict=False)]
+        if grid is None or len(products) != 2 or products[0] is None or products[1] is None:
+            return None
+        return cls(node, x, grid, (products[0], products[1]))
+
+    def add(self, x: Tensor, states: Tensor, used: Tensor | None, parts: int) -> None:
+        """Add the values that some time steps read, in float, as at most some parts.
+
+        Args:
+            x: input, (T, N, I).
+            states: hidden state before each step, (T, N, P).
+            used: steps that are no padding, bool (T, N); None: all.
+            parts: maximum number of parts.
+        """
+        rounded = torch.stack([self._rounded_state(h) for h in states])
+        for product, pair in zip(self.products, ((x, self.grid.rounded(x)), (states, rounded)), strict=True):
+            by_sample = [value.transpose(0, 1) for value in pair]
+            rows = [value.flatten(0, 1) if used is None else value[used.T] for value in by_sample]
+            product.add(rows[0], rows[1], parts)
+
+    def _rounded_state(self, h: Tensor) -> Tensor:
+        """Hidden state, (N, P), on its grid."""
+        options = options_of(self.node)
+        if not options["state_qmax"]:
+            return h
+        rounded = on_affine_grid if options.get("state_affine") else on_grid
+        return rounded(h, options["state_qmax"], options["state_scale"])
+
+    def write(self, rewriter: Rewriter, least: int) -> None:
+        """Write the corrected biases. They stay equal if there were fewer than `least` time steps."""
+        op = op_of(self.node)
+        assert op is not None
+        args = list(self.node.args)
+        for name, product in zip(op.traits.more_biases, self.products, strict=True):
+            path = f"{info(self.node).path or self.node.name}.{name}_corrected"
+            new = rewriter.constant(product.corrected(least), path, before=self.node, like=self.node)
+            rewriter.describe(new, stands_for=str(product.old.target))
+            args[list(op.tensors).index(name)] = new
+        rewriter.update(self.node, args=tuple(args))
+
+
+def see_gates(gm: fx.GraphModule, batches: Sequence[Batch], floats: LayerValues, layers: Sequence[GateErrors]) -> None:
+    """Add to the errors of layers those on batches, on which the graph runs in float."""
+    by_node = {layer.node: layer for layer in layers}
+    inputs = {layer.x for layer in layers}
+    for batch in batches:
+        run = PairedRun.with_float_form(gm, [batch], inputs, floats, by_node)
+        for node in run.reference.program.graph.nodes:
+            if node in by_node:
+                for steps in run.float_steps(node):
+                    by_node[node].add(*steps, -(-_PARTS // len(batches)))
+            run.reference.step(node)
