@@ -44,6 +44,12 @@ class IntegerLayer:
     tables: tuple[fx.Node, ...] = ()
 
     @property
+    def label(self) -> str:
+        """Node, size and grid of its weight in words, which are equal on all processes that quantize one model."""
+        size, grid = " x ".join(map(str, self.real.shape)), self.grid
+        return f"%{self.weight.name} ({size}, {grid.qmin}..{grid.qmax}, axis {grid.axis}, block {grid.block})"
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is a linear layer, which reads each of its inputs once."""
         return self.form.call.op.name == "linear"

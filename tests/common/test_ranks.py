@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxq
-from fxq.calibration import ranks as module
-from fxq.calibration.ranks import Ranks
+from fxq.common import ranks as module
+from fxq.common.ranks import Ranks
 from fxq.errors import CalibrationError, InputError
 from tests.support.processes import on_ranks
 
