@@ -112,13 +112,22 @@ class LowRank(LayerFit):
     ) -> Callable[[], None] | None:
         """Choose the factors of a layer."""
         (node,) = layer.weight.users
-        rounded = _rounded(layer, rewriter.gm)
-        error = OutputError(inputs.trusting(self.trust), layer.on_rows().weight)
-        root = root_of(error)
-        if root is None:
+        rounded, ranks = _rounded(layer, rewriter.gm), rewriter.context.ranks
+
+        def make() -> Any:
+            """Factors as data; empty if there is nothing to correct, None if the inputs are not finite."""
+            error = OutputError(inputs.trusting(self.trust), layer.on_rows().weight)
+            root = root_of(error)
+            if root is None:
+                return None
+            chosen = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
+            return chosen.as_data() if chosen is not None else ()
+
+        data = ranks.from_first(make, str(rounded.device), f"{self.name}: weight of {layer.label}")
+        if data is None:
             _note(rewriter, node, "no low-rank correction: its inputs are too large, or not finite")
             return None
-        factors = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
+        factors = LowRankFactors.from_data(*data) if data else None
         if factors is not None:
             runs.compared.put(layer.weight, rounded + factors.product())
         return partial(_write, rewriter, node, factors)

@@ -132,6 +132,14 @@ class Ranks:
         for rank, (length, *_) in enumerate(headers):
             yield unpack(self._sent(rank, own_bytes, length), device)
 
+    def from_first(self, make: Callable[[], Any], device: str, about: str) -> Any:
+        """Return the result of `make` of the first rank, for what could differ by rounding between the ranks.
+
+        The arguments are those of `exchanged`.
+        """
+        first, *_ = self.exchanged(lambda: make() if self.rank == 0 else None, device, about)
+        return first
+
     def summed(self, tensors: Mapping[str, Tensor], about: str) -> dict[str, Tensor]:
         """Sums over the ranks of tensors by name, bit for bit equal on all ranks.
 

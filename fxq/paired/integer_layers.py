@@ -86,7 +86,7 @@ class IntegerLayer:
         """Values of the shape of the weight, which agree where a scale is shared, in the shape of the scales."""
         axis, block = self.grid.axis, self.grid.block
         if axis is None or block is None:
-            return values.flatten(1)[:, 0].clone()
+            return values.flatten(1)[:, 0].clone(memory_format=torch.contiguous_format)
         values = values.index_select(axis, torch.arange(0, values.shape[axis], block, device=values.device))
         for other_axis, count in enumerate(self.grid.scale.shape):
             values = values if count > 1 else values.narrow(other_axis, 0, 1)
