@@ -212,9 +212,9 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None, *, grou
 
     *Several ranks.* Each rank converts alone, unless they pass a `group`. Then passes that choose the integers of
     weights, such as `gptq`, divide their work: each rank runs a share of the recorded samples and rounds a share of
-    each weight's rows. The integers are the same on all ranks. They differ from those of one process only where the
-    order of sums decides a rounding, and where there are fewer batches than ranks, so that batches are divided. Every
-    rank must make the call, and an error on one rank raises on all.
+    each weight's rows. The integers are the same on all ranks. They differ from those of one process as they would with
+    another order of the batches: sums of inputs differ in their last bits, which decide some roundings, and the layers
+    after these compensate others. Every rank must make the call, and an error on one rank raises on all.
 
     Args:
         observed: a calibrated model, or a trained one. A trained model becomes a quantized model on the CPU, which

@@ -197,6 +197,15 @@ FACTOR = TensorSpec(bits=8, signed=True, symmetric=True, observer="minmax")
 """Spec of the factors. `down` has a scale for each row."""
 
 
+def correction_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Nodes that add a correction to the output of a layer: both factors and the sum, in order; empty if none do."""
+    for total in node.users:
+        for outer in total.all_input_nodes if is_op(total, "add") else ():
+            if outer is not node and any(info(weight).corrects for weight in outer.all_input_nodes):
+                return outer.all_input_nodes[0], outer, total
+    return ()
+
+
 def _is_corrected(node: fx.Node) -> bool:
     """Whether a layer has a correction, or belongs to one."""
     others = (read for user in node.users if is_op(user, "add") for read in user.all_input_nodes if read is not node)

@@ -71,6 +71,25 @@ def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     assert weight.errors["4 bits, blocks of 64"] < 0.98 * weight.errors["rounded to nearest"]
 
 
+def test_low_rank_corrections_count():
+    """Their bits, and what they leave of the error of a layer."""
+    with_correction = RECIPE.insert_pass(fxq.passes.LowRank(rank=8), after="gptq")
+    result = fxq.search(network(), with_correction, DATA, budget=4.5)
+    q = fxq.quantize(network(), result.recipe, data=DATA)
+    assert any(entry.reason == "corrected by a matrix of rank 8" for entry in q.ledger)
+    assert stored_bits(q) == pytest.approx(result.bits, abs=1e-6) and result.bits <= 4.5
+
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(128, 256)).eval()
+    trials = calibrated_trials(layer, with_correction, DATA, None, False)
+    (weight,) = _weights(trials, with_correction, RECIPE.without_pass("gptq")).values()
+    corrected = fxq.quantize(layer, with_correction, data=DATA)
+    with torch.no_grad():
+        wanted, actual = (torch.cat([m(x) for x in DATA]) for m in (layer, corrected))
+    ratio = float((wanted - actual).square().sum() / wanted.square().sum())
+    assert weight.errors["4 bits, blocks of 64"] == pytest.approx(ratio, rel=1e-3)
+
+
 def smallest_scale(q):
     """Smallest scale of a block of the last layer."""
     (scales,) = [b for name, b in q.named_buffers() if name.startswith("fxq_data.4_weight") and "scale" in name]
