@@ -25,7 +25,8 @@ def checksum(tensor: Tensor, max_values: int = MAX_CHECKSUM_VALUES) -> int:
     """
     flat = tensor.detach().reshape(-1)
     part = flat[:: stride(flat.numel(), max_values)].cpu()
-    values = part.clone(memory_format=torch.contiguous_format)  # also a single value may have a stride, which view refuses
+    # A copy: a single value may have a stride, whose bytes cannot be viewed.
+    values = part.clone(memory_format=torch.contiguous_format)
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
