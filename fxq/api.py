@@ -232,7 +232,8 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None, *, grou
         A `QuantizedModel`, as for `quantize`.
 
     Raises:
-        InputError: there is a `group`, and the model is a trained one or in parts, or ranks have different layers.
+        InputError: there is a `group`, and the model is a trained one or in parts, or ranks have different layers or
+            samples.
         CalibrationError: an observer has seen no data, or a model prepared for training was never called in train
             mode.
         RecipeError: the recipe needs a new calibration, because it traces the model differently, folds other batch

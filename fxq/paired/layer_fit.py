@@ -225,12 +225,8 @@ class LayerInputs:
         parts = {"fit": self.fit, "held_out": self.held_out}
         own = {f"{part}.{name}": t for part, products in parts.items() for name, t in products.tensors().items()}
         sums = ranks.summed(own, about)
-        return LayerInputs(
-            *(
-                products.from_tensors({name: sums[f"{part}.{name}"] for name in _names_of(part, sums)})
-                for part, products in parts.items()
-            )
-        )
+        fit, held_out = (products.from_tensors(_named(f"{part}.", sums)) for part, products in parts.items())
+        return LayerInputs(fit, held_out)
 
     def trusting(self, patches: float) -> InputProducts:
         """Products of both parts with artificial patches, see `InputProducts.trusting`."""
@@ -239,9 +235,9 @@ class LayerInputs:
         return self.trusted[patches]
 
 
-def _names_of(part: str, sums: Mapping[str, Tensor]) -> list[str]:
-    """Names of the sums of a part, without the name of the part."""
-    return [name.removeprefix(f"{part}.") for name in sums if name.startswith(f"{part}.")]
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _cached_floats(rewriter: Rewriter[Context], batches: list[Batch]) -> LayerValues | None:

@@ -229,6 +229,15 @@ def test_ranks_with_other_layers_are_an_error(tmp_path):
         assert type(raised) is InputError and f"ranks do different things: rank {rank} is at gptq" in str(raised)
 
 
+def test_ranks_that_calibrated_alone_do_not_convert_together(tmp_path):
+    def work(rank):
+        observed = fxq.prepare(network(), RECIPES["blocks"], example_inputs=data()[0])
+        return fxq.convert(fxq.calibrate(observed, data()[rank::2], group=None), group="auto") and None
+
+    for raised in on_ranks(2, tmp_path, work):
+        assert type(raised) is InputError and "of a model that recorded 3 batches" in str(raised)
+
+
 def test_a_trained_model_is_converted_by_each_rank(tmp_path):
     def work(rank):
         trained = fxq.prepare(nn.Sequential(nn.Linear(4, 4)), fxq.Recipe.qat(), example_inputs=torch.rand(2, 4))
