@@ -6,6 +6,7 @@ Only tensors are sent: those of sums, and bytes that hold plain data (`fxq/commo
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,10 +116,11 @@ class Ranks:
             yield make()
             return
         raised: Exception | None = None
+        handled = sys.exc_info()[1]  # the caller may be in an `except`
         try:
             own_bytes = pack(make())
         except Exception as error:  # the user's data and model raise errors of any type
-            if _is_on_all_ranks(error):
+            if _is_on_all_ranks(error, handled):
                 raise
             raised, own_bytes = error, pack((_kind_of(error), _words(error)))
         header = [len(own_bytes), raised is not None, zlib.crc32(about.encode())]
@@ -140,16 +142,16 @@ class Ranks:
         first, *_ = self.exchanged(lambda: make() if self.rank == 0 else None, device, about)
         return first
 
-    def summed(self, tensors: Mapping[str, Tensor], about: str) -> dict[str, Tensor]:
+    def summed(self, tensors: Mapping[str, Tensor], device: str, about: str) -> dict[str, Tensor]:
         """Sums over the ranks of tensors by name, bit for bit equal on all ranks.
 
         Args:
-            tensors: tensors of this rank, on one device; they may be changed in place. Ranks that lack one add zeros.
+            tensors: tensors of this rank, which may be changed in place. Ranks that lack one add zeros.
+            device: device of the sums.
             about: what the tensors are of, as for `exchanged`.
         """
         if self.size == 1:
             return dict(tensors)
-        place = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         kinds: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for of_rank in self.exchanged(lambda: {k: (list(v.shape), v.dtype) for k, v in tensors.items()}, about=about):
             kinds.update(of_rank)
@@ -158,7 +160,7 @@ class Ranks:
             own = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype)
             own = own.to(self.device).contiguous()
             dist.all_reduce(own, group=self.group)
-            sums[name] = own.to(place)
+            sums[name] = own.to(device)
         return sums
 
     def _gathered(self, numbers: Tensor) -> list[list[int]]:
@@ -205,11 +207,13 @@ def _on_all_ranks(error: FxqError) -> FxqError:
     return error
 
 
-def _is_on_all_ranks(error: BaseException | None) -> bool:
-    """Whether an error, or one that it is raised from, is marked by `_on_all_ranks`."""
-    while error is not None and not (isinstance(error, FxqError) and error.is_on_all_ranks):
+def _is_on_all_ranks(error: BaseException | None, handled: BaseException | None) -> bool:
+    """Whether an error, or one that it is raised from, is marked by `_on_all_ranks`; not if only `handled` is."""
+    while error is not None and error is not handled:
+        if isinstance(error, FxqError) and error.is_on_all_ranks:
+            return True
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def _kind_of(error: Exception) -> str:

@@ -121,7 +121,8 @@ class LayerFit(Pass):
                 for layer in of_node:
                     if not layer.is_linear or layer.x is not of_value:
                         inputs = self._inputs(layer, runs, count, is_only_reader=readers[layer.x] == 1)
-                        inputs = inputs.summed(context.ranks, f"{self.name}: inputs of {layer.label}")
+                        about = f"{self.name}: inputs of {layer.label}"
+                        inputs = inputs.summed(context.ranks, str(layer.real.device), about)
                         of_value = layer.x if layer.is_linear else None
                     edit = self.fit(rewriter, layer, runs, inputs)
                     late += [edit] if edit is not None else []
@@ -213,18 +214,19 @@ class LayerInputs:
         """No products yet, with a weight as in `InputProducts`."""
         return cls(InputProducts(weight), InputProducts(weight))
 
-    def summed(self, ranks: Ranks, about: str) -> LayerInputs:
+    def summed(self, ranks: Ranks, device: str, about: str) -> LayerInputs:
         """Sums over the processes that work together, each with products of its own samples.
 
         Args:
             ranks: the processes.
+            device: device of the sums.
             about: description of the inputs, equal in all of them.
         """
         if ranks.size == 1:
             return self
         parts = {"fit": self.fit, "held_out": self.held_out}
         own = {f"{part}.{name}": t for part, products in parts.items() for name, t in products.tensors().items()}
-        sums = ranks.summed(own, about)
+        sums = ranks.summed(own, device, about)
         fit, held_out = (products.from_tensors(_named(f"{part}.", sums)) for part, products in parts.items())
         return LayerInputs(fit, held_out)
 

@@ -84,12 +84,12 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, error, kind, words):
 def test_sums_are_equal_on_all_ranks(tmp_path):
     def work(rank):
         own = {"x": torch.full((2, 3), rank + 1.0), "count": torch.tensor(2**40 + rank)}
-        return Ranks.of().summed(own if rank != 1 else {"y": torch.ones(2).t()}, "sums")
+        return Ranks.of().summed(own if rank != 1 else {"y": torch.ones(2).t()}, "cpu", "sums")
 
     for sums in on_ranks(3, tmp_path, work):
         assert torch.equal(sums["x"], torch.full((2, 3), 4.0)) and torch.equal(sums["y"], torch.ones(2))
         assert int(sums["count"]) == 2**41 + 2
-    assert Ranks().summed({"x": torch.ones(1)}, "sums") == {"x": torch.ones(1)}
+    assert Ranks().summed({"x": torch.ones(1)}, "cpu", "sums") == {"x": torch.ones(1)}
 
 
 ERRORS = {
@@ -129,6 +129,24 @@ def test_nested_exchanges_leave_no_rank_waiting(tmp_path, name):
         raised = raised.__cause__ or raised if rank == 0 else raised
         assert isinstance(raised, (RuntimeError, fxq.errors.FxqError))
         assert "again" in str(raised) or words.format(rank=rank) in str(raised)
+
+
+def test_a_second_try_after_an_error_on_all_ranks(tmp_path):
+    """Its own error is raised while the first one is handled, which all ranks have raised already."""
+
+    def fail(rank):
+        if rank == 1:
+            raise OSError("no disk")
+
+    def work(rank):
+        ranks = Ranks.of()
+        try:
+            ranks.together(lambda: fail(rank))
+        except CalibrationError:
+            ranks.together(lambda: fail(1 - rank))
+
+    for raised in on_ranks(2, tmp_path, work):
+        assert type(raised) is CalibrationError and str(raised) == "rank 0: OSError: no disk"
 
 
 def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
