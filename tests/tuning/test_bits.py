@@ -125,7 +125,7 @@ def smallest_scale(q):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [5.0, pytest.param(6.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [5.2, 6.0])
 def test_bits_are_those_of_the_chosen_recipe(budget):
     """Whether float16 holds the scales of the last layer depends on the specs of the others: the bits are right."""
     result = fxq.search(network(), RECIPE, DATA, budget=budget)
