@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxq.calibration.ranks import AUTO
 from fxq.common.isolation import untouched
+from fxq.common.ranks import AUTO
 from fxq.dispatch import (
     calibrate_model,
     check_needs_no_training,
@@ -68,9 +68,9 @@ def quantize(
         checkpoint: file from which an interrupted calibration resumes, see `calibrate`. Without data: folder for the
             scales of weights, from which an interrupted run resumes. Scales of other weights, recipes or versions in it
             are not used.
-        group: processes that calibrate together, each with its share of the data, see `calibrate`. Each process returns
-            a model. With optimize="speed", each process times the layers itself, so that the processes may keep
-            different layers in float.
+        group: processes that calibrate together, each with its share of the data, and convert together, see `calibrate`
+            and `convert`. Each process returns a model. With optimize="speed", each process times the layers itself, so
+            that the processes may keep different layers in float.
         weights: weights of a model on the meta device: a safetensors file, or a folder with `model.safetensors`, or
             with `model.safetensors.index.json` and the files that it names.
         effort: how much time to spend. "fast": no op is timed, so that every op that can runs on integers, and passes
@@ -205,10 +205,16 @@ def calibrate(
     return calibrated
 
 
-def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> QuantizedModel:
+def convert(observed: ObservedModel | TrainingModel, recipe: Any = None, *, group: Any = None) -> QuantizedModel:
     """Convert a calibrated or trained model to a quantized one: compute scales and zero points, then create kernels.
 
     The observed model is not changed: it can be calibrated further, and converted again with other recipes.
+
+    *Several ranks.* Each rank converts alone, unless they pass a `group`. Then passes that choose the integers of
+    weights, such as `gptq`, divide their work: each rank runs a share of the recorded samples and rounds a share of
+    each weight's rows. The integers are the same on all ranks. They differ from those of one process as they would with
+    another order of the batches: sums of inputs differ in their last bits, which decide some roundings, and the layers
+    after these compensate others. Every rank must make the call, and an error on one rank raises on all.
 
     Args:
         observed: a calibrated model, or a trained one. A trained model becomes a quantized model on the CPU, which
@@ -219,11 +225,15 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
             which layers are in float, the bits of weights, the backend, the passes after calibration, and the observers
             of activations if the collected statistics suffice (a histogram serves min-max, percentiles and others).
             It can quantize only values that were observed: all of them after `prepare(..., observe_all=True)`.
+        group: processes that convert the model together, after they calibrated it together: as for `calibrate`, "auto"
+            is the default group; None: this process alone.
 
     Returns:
         A `QuantizedModel`, as for `quantize`.
 
     Raises:
+        InputError: there is a `group`, and the model is a trained one or in parts, or ranks have different layers or
+            samples.
         CalibrationError: an observer has seen no data, or a model prepared for training was never called in train
             mode.
         RecipeError: the recipe needs a new calibration, because it traces the model differently, folds other batch
@@ -238,7 +248,7 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None) -> Quan
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
     """
-    return convert_model(observed, recipe)
+    return convert_model(observed, recipe, group)
 
 
 def compare(

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from fxq.calibration.ranks import Ranks
 from fxq.checkpoints.open_checkpoint import is_checkpoint
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, batches, length_of, samples_in
 from fxq.common.files import as_path
 from fxq.common.isolation import untouched
 from fxq.common.progress import progress_bar
+from fxq.common.ranks import Ranks
 from fxq.errors import FxqError, FxqWarning, InputError, RecipeError, TraceError, warn, words_of
 from fxq.integrations import float_shell, load_folder, load_stored, mapped_model, quantizer_for
 from fxq.integrations.adapters import with_float_adapters
@@ -102,7 +102,7 @@ def quantize_model(
     elif observed.calibrated:
         raise _no_data(recipe, observed.calibrated)
     observed.manager.context.progress = progress
-    return converted_for_recipe(observed)
+    return ranks.together(lambda: converted_for_recipe(observed, ranks=ranks))
 
 
 @contextlib.contextmanager
@@ -270,9 +270,14 @@ def _no_data(recipe: Recipe, calibrated: str = "") -> InputError:
     )
 
 
-def convert_model(observed: Any, recipe: Any) -> QuantizedModel:
+def convert_model(observed: Any, recipe: Any, group: Any = None) -> QuantizedModel:
     """Convert a calibrated or a trained model, see `fxq.convert`."""
-    trained = unwrapped(observed)
+    trained, ranks = unwrapped(observed), Ranks.of(group)
+    if ranks.size > 1 and isinstance(trained, (TrainingModel, ObservedParts)):
+        raise InputError(
+            "group is for a calibrated model of one graph: processes do not divide the work of converting a trained "
+            "model, or a model in parts. Leave it out."
+        )
     if isinstance(trained, TrainingModel):
         if recipe is not None:
             raise RecipeError(
@@ -285,7 +290,7 @@ def convert_model(observed: Any, recipe: Any) -> QuantizedModel:
         parts: QuantizedModel = trained.run.convert(chosen)  # typed as the usual case
         return parts
     calibrated = as_observed(observed)
-    return converted_for_recipe(calibrated, chosen)
+    return ranks.together(lambda: converted_for_recipe(calibrated, chosen, ranks))
 
 
 def calibrate_model(

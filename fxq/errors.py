@@ -10,7 +10,13 @@ from functools import cache
 
 
 class FxqError(Exception):
-    """Base of every error that fxq raises on purpose."""
+    """Base of every error that fxq raises on purpose.
+
+    Attributes:
+        is_on_all_ranks: whether all processes that work together raise it, so that none waits for this one.
+    """
+
+    is_on_all_ranks = False
 
 
 class InputError(FxqError):

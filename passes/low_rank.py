@@ -112,13 +112,22 @@ class LowRank(LayerFit):
     ) -> Callable[[], None] | None:
         """Choose the factors of a layer."""
         (node,) = layer.weight.users
-        rounded = _rounded(layer, rewriter.gm)
-        error = OutputError(inputs.trusting(self.trust), layer.on_rows().weight)
-        root = root_of(error)
-        if root is None:
+        rounded, ranks = _rounded(layer, rewriter.gm), rewriter.context.ranks
+
+        def make() -> Any:
+            """Factors as data; empty if there is nothing to correct, None if the inputs are not finite."""
+            error = OutputError(inputs.trusting(self.trust), layer.on_rows().weight)
+            root = root_of(error)
+            if root is None:
+                return None
+            chosen = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
+            return chosen.as_data() if chosen is not None else ()
+
+        data = ranks.from_first(make, str(rounded.device), f"{self.name}: weight of {layer.label}")
+        if data is None:
             _note(rewriter, node, "no low-rank correction: its inputs are too large, or not finite")
             return None
-        factors = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
+        factors = LowRankFactors.from_data(*data) if data else None
         if factors is not None:
             runs.compared.put(layer.weight, rounded + factors.product())
         return partial(_write, rewriter, node, factors)
@@ -186,6 +195,15 @@ _COPIES = 8
 """Tensors of the shape of a weight in memory: the weight, its grid, integers, errors, and the product of factors."""
 FACTOR = TensorSpec(bits=8, signed=True, symmetric=True, observer="minmax")
 """Spec of the factors. `down` has a scale for each row."""
+
+
+def correction_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Nodes that add a correction to the output of a layer: both factors and the sum, in order; empty if none do."""
+    for total in node.users:
+        for outer in total.all_input_nodes if is_op(total, "add") else ():
+            if outer is not node and any(info(weight).corrects for weight in outer.all_input_nodes):
+                return outer.all_input_nodes[0], outer, total
+    return ()
 
 
 def _is_corrected(node: fx.Node) -> bool:

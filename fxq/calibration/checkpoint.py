@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fxq.calibration.calibration_state import difference
-from fxq.calibration.ranks import Ranks
 from fxq.common.checksums import checksum
 from fxq.common.data import Batch
 from fxq.common.files import as_path, replacing
+from fxq.common.ranks import Ranks
 from fxq.common.stored_data import pack, unpack
 from fxq.common.trees import leaves
 from fxq.errors import InputError

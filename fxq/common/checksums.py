@@ -24,7 +24,9 @@ def checksum(tensor: Tensor, max_values: int = MAX_CHECKSUM_VALUES) -> int:
         (True, False)
     """
     flat = tensor.detach().reshape(-1)
-    values = flat[:: stride(flat.numel(), max_values)].cpu().contiguous()
+    part = flat[:: stride(flat.numel(), max_values)].cpu()
+    # A copy: a single value may have a stride, whose bytes cannot be viewed.
+    values = part.clone(memory_format=torch.contiguous_format)
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 

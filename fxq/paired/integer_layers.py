@@ -44,6 +44,12 @@ class IntegerLayer:
     tables: tuple[fx.Node, ...] = ()
 
     @property
+    def label(self) -> str:
+        """Node, size and grid of its weight in words, which are equal on all processes that quantize one model."""
+        size, grid = " x ".join(map(str, self.real.shape)), self.grid
+        return f"%{self.weight.name} ({size}, {grid.qmin}..{grid.qmax}, axis {grid.axis}, block {grid.block})"
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is a linear layer, which reads each of its inputs once."""
         return self.form.call.op.name == "linear"
@@ -80,7 +86,7 @@ class IntegerLayer:
         """Values of the shape of the weight, which agree where a scale is shared, in the shape of the scales."""
         axis, block = self.grid.axis, self.grid.block
         if axis is None or block is None:
-            return values.flatten(1)[:, 0].clone()
+            return values.flatten(1)[:, 0].clone(memory_format=torch.contiguous_format)
         values = values.index_select(axis, torch.arange(0, values.shape[axis], block, device=values.device))
         for other_axis, count in enumerate(self.grid.scale.shape):
             values = values if count > 1 else values.narrow(other_axis, 0, 1)

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxq.common.data import naming_samples, samples_in
+from fxq.common.data import Batch, naming_samples, samples_in
 from fxq.common.isolation import seeded
 from fxq.common.metrics import identical, token_weights
 from fxq.common.progress import progress_bar
+from fxq.common.ranks import Ranks
 from fxq.errors import InputError
 from fxq.graph.analysis.layer_matrix import LayerMatrix
 from fxq.graph.grid import grid_of
@@ -26,6 +27,7 @@ from fxq.paired.integer_layers import IntegerLayer
 from fxq.paired.output_error import InputProducts
 from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
+from fxq.pipeline.float_values import LayerValues
 from fxq.recipe.pass_base import Pass
 from fxq.rewriting.rewriter import Rewriter
 
@@ -41,6 +43,9 @@ class LayerFit(Pass):
     All tokens of a sequence have the same weight, whatever their size, and padding has none. If a linear layer reads
     rounded tokens, their float values are used, since the rounding errors of a few large tokens say little about
     others.
+
+    If several processes work together (`Context.ranks`), each runs its share of the samples, and the products are
+    summed.
 
     Memory per layer is two matrices of products of its inputs, not the inputs; layers that read the same value share
     them. Patches of large inputs are drawn at random, many more than a weight has inputs. Of the samples, both graphs
@@ -101,13 +106,14 @@ class LayerFit(Pass):
         weights = sum(layer.real.numel() for of_node in layers.values() for layer in of_node)
         bar = progress_bar(self.name, weights, context.progress)
         with torch.no_grad(), seeded(), bar as advance:
-            batches = context.some_samples(self.samples)
+            samples = context.some_samples(self.samples)
+            batches = context.share_of(samples)
             all_layers = [layer for of_node in layers.values() for layer in of_node]
             tokens = {layer.x for layer in all_layers if layer.reads_tokens and not layer.reads_state}
             at_once = 1 if context.divisible and weights > _MANY_WEIGHTS else None
-            floats = context.floats.of(rewriter.gm, context) if context.floats.batches else None
+            floats = _cached_floats(rewriter, batches)
             runs = PairedRun.with_float_form(rewriter.gm, batches, tokens, floats, at_once=at_once)
-            count = sum(samples_in(batch) or 1 for batch in batches)
+            count = sum(samples_in(batch) or 1 for batch in samples)
             readers = Counter(layer.x for layer in all_layers)
             inputs, of_value = LayerInputs(), None
             for node in nodes:
@@ -115,6 +121,8 @@ class LayerFit(Pass):
                 for layer in of_node:
                     if not layer.is_linear or layer.x is not of_value:
                         inputs = self._inputs(layer, runs, count, is_only_reader=readers[layer.x] == 1)
+                        about = f"{self.name}: inputs of {layer.label}"
+                        inputs = inputs.summed(context.ranks, str(layer.real.device), about)
                         of_value = layer.x if layer.is_linear else None
                     edit = self.fit(rewriter, layer, runs, inputs)
                     late += [edit] if edit is not None else []
@@ -206,11 +214,40 @@ class LayerInputs:
         """No products yet, with a weight as in `InputProducts`."""
         return cls(InputProducts(weight), InputProducts(weight))
 
+    def summed(self, ranks: Ranks, device: str, about: str) -> LayerInputs:
+        """Sums over the processes that work together, each with products of its own samples.
+
+        Args:
+            ranks: the processes.
+            device: device of the sums.
+            about: description of the inputs, equal in all of them.
+        """
+        if ranks.size == 1:
+            return self
+        parts = {"fit": self.fit, "held_out": self.held_out}
+        own = {f"{part}.{name}": t for part, products in parts.items() for name, t in products.tensors().items()}
+        sums = ranks.summed(own, device, about)
+        fit, held_out = (products.from_tensors(_named(f"{part}.", sums)) for part, products in parts.items())
+        return LayerInputs(fit, held_out)
+
     def trusting(self, patches: float) -> InputProducts:
         """Products of both parts with artificial patches, see `InputProducts.trusting`."""
         if patches not in self.trusted:
             self.trusted[patches] = self.fit.merged(self.held_out).trusting(patches)
         return self.trusted[patches]
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _cached_floats(rewriter: Rewriter[Context], batches: list[Batch]) -> LayerValues | None:
+    """Cached float outputs of layers on some batches; None if none are cached. Other recorded samples stay out."""
+    context = rewriter.context
+    if not context.floats.batches:
+        return None
+    return context.floats.of(rewriter.gm, context if context.ranks.size == 1 else replace(context, samples=batches))
 
 
 _MANY_WEIGHTS = 2**24

@@ -32,6 +32,16 @@ class LowRankFactors:
         down = self.down.float() * self.down_grid.scale[:, None]
         return (self.up.float() * self.up_grid.s) @ down
 
+    def as_data(self) -> tuple[Tensor, float, Tensor, Tensor]:
+        """The factors as plain data; `from_data` is the inverse."""
+        return self.up, self.up_grid.s, self.down, self.down_grid.scale
+
+    @classmethod
+    def from_data(cls, up: Tensor, up_scale: float, down: Tensor, down_scale: Tensor) -> LowRankFactors:
+        """Factors from plain data, the inverse of `as_data`."""
+        up_grid = QParams.per_tensor(up_scale, 0, -_QMAX, _QMAX, torch.int8)
+        return cls(up, up_grid, down, _by_row(down_scale))
+
     @classmethod
     def of(cls, missing: Tensor, rank: int, root: Tensor | None = None) -> LowRankFactors | None:
         """Factors of least error |(missing - up @ down) root|, before `down` is rounded; `up` compensates its rounding.
@@ -58,12 +68,8 @@ class LowRankFactors:
         up = torch.linalg.lstsq(rounded.mT, target.mT).solution.mT
         largest = up.abs().amax(0).clamp(min=_MIN_SCALE)
         up_integers, size = (up / largest * _QMAX).round_(), float(largest.log().mean().exp())
-        return cls(
-            up_integers.to(torch.int8).contiguous(),
-            QParams.per_tensor(size / _QMAX, 0, -_QMAX, _QMAX, torch.int8),
-            integers.to(torch.int8).contiguous(),
-            _by_row(scale * (largest / size)),
-        )
+        stored_up, stored_down = (values.to(torch.int8).contiguous() for values in (up_integers, integers))
+        return cls.from_data(stored_up, size / _QMAX, stored_down, scale * (largest / size))
 
 
 def root_of(error: OutputError) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ class WeightRows:
         qmin: smallest integer.
         qmax: largest integer.
         block: number of neighbouring values of a row that share a scale; None: scales are per channel or tensor.
+        symmetric: `is_symmetric` of the whole weight, if these are some of its rows.
     """
 
     weight: Tensor
@@ -30,16 +31,19 @@ class WeightRows:
     qmin: int
     qmax: int
     block: int | None = None
+    symmetric: bool | None = None
 
     @property
     def is_symmetric(self) -> bool:
         """Whether all zero points are in the middle of the integers."""
+        if self.symmetric is not None:
+            return self.symmetric
         return bool((self.zero_point == (self.qmin + self.qmax + 1) // 2).all())
 
-    def some_rows(self, rows: Tensor) -> WeightRows:
+    def some_rows(self, rows: Tensor | slice) -> WeightRows:
         """Only some rows, by index."""
         parts = {name: getattr(self, name)[:, rows] for name in ("weight", "scale", "zero_point")}
-        return replace(self, **parts)
+        return replace(self, symmetric=self.is_symmetric, **parts)
 
     def real(self, integers: Tensor) -> Tensor:
         """Weight that integers represent, (G, R, K)."""
@@ -76,6 +80,7 @@ _SCALE_COUNT = 29
 _MAX_SCALE_CHANGE = 0.3
 """Largest |factor - 1| of a scale. Larger ones follow noise."""
 _MIN_POWER = 1e-30
+_ALL = slice(None)
 
 
 class InputProducts:
@@ -127,6 +132,17 @@ class InputProducts:
             both._sums[name] = torch.add(*parts) if len(parts) == 2 else parts[0]
         return both
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums and the number of patches, by name; `from_tensors` is the inverse."""
+        return {**self._sums, "count": torch.tensor(self.count)}
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> InputProducts:
+        """Products of the same inputs, with other sums and another number of patches."""
+        products = InputProducts(self._weight)
+        products._sums = {name: tensor for name, tensor in tensors.items() if name != "count"}
+        products.count = int(tensors["count"])
+        return products
+
     def trusting(self, patches: float) -> InputProducts:
         """Products with artificial patches added, of independent inputs of average size, equal in the float model.
 
@@ -152,12 +168,18 @@ class InputProducts:
         """Means of the inputs and of the float inputs, (G, K)."""
         return self._sums["x"] / max(self.count, 1), self._sums["real"] / max(self.count, 1)
 
-    def errors(self, weight: Tensor) -> Tensor:
-        """Mean product of each output's error and each input, (G, R, K), with the float weight, (G, R, K)."""
+    def errors(self, weight: Tensor, rows: slice = _ALL) -> Tensor:
+        """Mean product of each output's error and each input, (G, R, K).
+
+        Args:
+            weight: the float weight, (G, R, K); those rows of it.
+            rows: which rows of the layer's weight these are.
+        """
         if "error" not in self._sums:
             return torch.zeros_like(weight)
-        error = self._sums["error"] / max(self.count, 1)
-        return weight @ error if self._weight is None else error
+        if self._weight is None:
+            return weight @ (self._sums["error"] / max(self.count, 1))
+        return self._sums["error"][:, rows] / max(self.count, 1)
 
 
 def _symmetric(a: Tensor, b: Tensor) -> Tensor:
@@ -185,10 +207,11 @@ class OutputError:
         inputs: products of the inputs.
         weight: float weight, (G, R, K).
         centred: whether the mean error of each channel is left out, since the bias corrects it.
+        rows: which rows of the layer's weight `weight` has.
     """
 
-    def __init__(self, inputs: InputProducts, weight: Tensor, centred: bool = False) -> None:
-        self.inputs, self.weight, self.centred = inputs, weight, centred
+    def __init__(self, inputs: InputProducts, weight: Tensor, centred: bool = False, rows: slice = _ALL) -> None:
+        self.inputs, self.weight, self.centred, self.rows = inputs, weight, centred, rows
 
     @cached_property
     def gram(self) -> Tensor:
@@ -199,7 +222,7 @@ class OutputError:
     @cached_property
     def slope(self) -> Tensor:
         """Half of the gradient of the error at the float weight, (G, R, K): not 0 where inputs differ from float."""
-        errors, (x, real) = self.inputs.errors(self.weight), self.inputs.means()
+        errors, (x, real) = self.inputs.errors(self.weight, self.rows), self.inputs.means()
         return errors - self.weight @ (x - real)[:, :, None] * x[:, None] if self.centred else errors
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fxq.common.ranks import Ranks
 from fxq.graph.query import read_attribute
 from fxq.paired.integer_layers import IntegerLayer
 from fxq.paired.layer_fit import LayerFit, LayerInputs
@@ -26,6 +27,8 @@ class Reconstruction(LayerFit):
     its old integers if the new ones are not better. An embedding that shares the weight gets the integers, too, so that
     it is stored once. If correct-bias removes the mean error of a layer later, it does not count here, and the
     following layers run without it.
+
+    If several processes work together (`Context.ranks`), each chooses the integers of its share of a weight's rows.
 
     Weights with per-channel scales also get new scales: before `choose` those of least error with rounding to nearest,
     afterwards those that fit the chosen integers best. `choose` itself may change scales and zero points of blocks.
@@ -55,25 +58,20 @@ class Reconstruction(LayerFit):
 
     def fit(self, rewriter: Rewriter[Context], layer: IntegerLayer, runs: PairedRun, inputs: LayerInputs) -> None:
         """Choose the integers of a layer and write them, if any channel has less error."""
-        grid, form = layer.on_rows(), layer.form
+        grid, form, ranks = layer.on_rows(), layer.form, rewriter.context.ranks
         is_corrected = inputs.fit.count + inputs.held_out.count >= _least_values(rewriter.context)
         bias = layer.bias if is_corrected else None
         fit, held_out = (
             OutputError(part, grid.weight, centred=bias is not None) for part in (inputs.fit, inputs.held_out)
         )
-        error = OutputError(inputs.trusting(self.trust_in(grid, fit, held_out)), grid.weight, fit.centred)
-        old, fits_scales = form.rows(layer.integers(rewriter.gm)), self.scales and layer.has_channel_scales
-        new_grid, new = self.choose(grid.rescaled(error) if fits_scales else grid, error)
-        new_grid = new_grid.fitted(new, error) if fits_scales else new_grid
-        better = (error(new_grid.real(new), grid.real(old)) < 0)[:, :, None]
-        new = torch.where(better, new, old)
-        scale, zero_point = (
-            torch.where(better, a, b) for a, b in ((new_grid.scale, grid.scale), (new_grid.zero_point, grid.zero_point))
-        )
-        new_grid = replace(grid, scale=scale, zero_point=zero_point)
+        trusted = inputs.trusting(self.trust_in(grid, fit, held_out))
+        old, rows = form.rows(layer.integers(rewriter.gm)), ranks.slice_of(grid.weight.shape[1])
+        error = OutputError(trusted, grid.weight[:, rows], fit.centred, rows)
+        own = self._better(grid.some_rows(rows), old[:, rows], error, self.scales and layer.has_channel_scales)
+        new_grid, new = gathered(ranks, grid, *own, f"{self.name}: weight of {layer.label}")
         if bias is not None:
-            corrected = read_attribute(rewriter.gm, str(bias.target)) + error.shift(new_grid.real(new)).flatten()
-            runs.compared.put(bias, corrected)
+            shift = OutputError(trusted, grid.weight).shift(new_grid.real(new)).flatten()
+            runs.compared.put(bias, read_attribute(rewriter.gm, str(bias.target)) + shift)
         changed = {
             name: layer.per_scale(form.weight(getattr(new_grid, name)))
             for name in ("scale", "zero_point")
@@ -83,6 +81,57 @@ class Reconstruction(LayerFit):
             with rewriter.attributed(self.name.replace("-", "_"), type(self)):
                 layer.put(rewriter, form.weight(new), changed)
             runs.compared.put(layer.weight, form.weight(new_grid.real(new)))
+
+    def _better(
+        self, grid: WeightRows, old: Tensor, error: OutputError, fits_scales: bool
+    ) -> tuple[WeightRows, Tensor]:
+        """Grid and integers of some rows, chosen anew where that lowers the error, else as before.
+
+        Args:
+            grid: weight and grid of the rows.
+            old: integers of the rows before, (G, R, K).
+            error: error of their outputs.
+            fits_scales: whether to fit per-channel scales.
+        """
+        if not old.numel():
+            return grid, old
+        new_grid, new = self.choose(grid.rescaled(error) if fits_scales else grid, error)
+        new_grid = new_grid.fitted(new, error) if fits_scales else new_grid
+        better = (error(new_grid.real(new), grid.real(old)) < 0)[:, :, None]
+        scale, zero_point = (
+            torch.where(better, a, b) for a, b in ((new_grid.scale, grid.scale), (new_grid.zero_point, grid.zero_point))
+        )
+        return replace(grid, scale=scale, zero_point=zero_point), torch.where(better, new, old)
+
+
+def gathered(
+    ranks: Ranks, grid: WeightRows, own: WeightRows, integers: Tensor, about: str
+) -> tuple[WeightRows, Tensor]:
+    """Grid and integers of a weight, of which each process has chosen some rows, see `Ranks.slice_of`.
+
+    Args:
+        ranks: the processes.
+        grid: weight and grid of all rows before.
+        own: grid of the rows of this process.
+        integers: integers of these rows, (G, R, K).
+        about: description of the weight, equal in all processes.
+    """
+    if ranks.size == 1:
+        return own, integers
+    step = grid.block or (grid.weight.shape[2] if _is_by_row(grid) else 1)
+
+    def chosen() -> list[Tensor]:
+        return [(integers - grid.qmin).to(torch.uint8), own.scale[:, :, ::step], own.zero_point[:, :, ::step]]
+
+    parts = zip(*ranks.exchanged(chosen, str(integers.device), about), strict=True)
+    whole, scale, zero_point = (torch.cat(of_rank, 1) for of_rank in parts)
+    scale, zero_point = (t.repeat_interleave(step, 2)[:, :, : whole.shape[2]] for t in (scale, zero_point))
+    return replace(grid, scale=scale, zero_point=zero_point), whole.float() + grid.qmin
+
+
+def _is_by_row(grid: WeightRows) -> bool:
+    """Whether all values of a row have one scale and one zero point."""
+    return all(torch.equal(t, t[:, :, :1].expand_as(t)) for t in (grid.scale, grid.zero_point))
 
 
 def _least_values(context: Context) -> float:

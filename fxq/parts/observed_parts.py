@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fxq.calibration.calibration_state import fingerprint, restore, seen_by
 from fxq.calibration.checkpoint import Checkpoint
-from fxq.calibration.ranks import Ranks
 from fxq.common.code_state import CodeState
 from fxq.common.data import Batch, device_of, naming_batch
 from fxq.common.isolation import copied, snapshot_of, untouched, without_autocast
 from fxq.common.progress import progress_bar
+from fxq.common.ranks import Ranks
 from fxq.errors import FxqError, InputError, words_of
 from fxq.parts.absent import AbsentTensor
 from fxq.parts.choose import PartPlan, RecordedCalls, call

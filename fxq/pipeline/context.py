@@ -14,6 +14,7 @@ from fxq.common.code_state import OuterVariables
 from fxq.common.data import Batch, first_of, pieces_of, samples_in
 from fxq.common.isolation import ModelChanges, untouched
 from fxq.common.metrics import tensors
+from fxq.common.ranks import Ranks
 from fxq.errors import RecipeError
 from fxq.graph.info import ChosenGrids, info
 from fxq.graph.query import op_of
@@ -61,6 +62,7 @@ class Context:
         scaled: names of the ops of `original` whose values are divided by factors that depend on data.
         selecting: numbers of the recipe's overrides that select something in this part of a model; None for a whole
             model, in which each override must select something.
+        ranks: processes that convert the model together: passes may divide their work among them.
         runs_model_code: whether the graph runs code of the model, which may have state, and not only ops; from `trace`.
     """
 
@@ -87,6 +89,7 @@ class Context:
     outside: Sequence[tuple[str, OuterVariables]] = ()
     scaled: tuple[str, ...] = ()
     selecting: set[int] | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     runs_model_code: bool = True
 
     def __post_init__(self) -> None:
@@ -134,6 +137,19 @@ class Context:
         sizes = [samples_in(batch) or 1 for batch in batches]
         per_batch = next((n for n in range(1, max(sizes)) if sum(min(n, size) for size in sizes) >= most), max(sizes))
         return [first_of(batch, per_batch) for batch in batches]
+
+    def share_of(self, samples: Sequence[Batch]) -> list[Batch]:
+        """Samples that this process runs, of all that the processes run together; there may be none.
+
+        Whole batches, in turns, which are those that it calibrated; with fewer batches than processes, some samples of
+        each batch.
+        """
+        rank, size = self.ranks.rank, self.ranks.size
+        counts = [samples_in(batch) for batch in samples]
+        if len(samples) >= size or not self.divisible or None in counts:
+            return list(samples[rank::size])
+        shares = [(batch, self.ranks.slice_of(count or 0)) for batch, count in zip(samples, counts, strict=True)]
+        return [first_of(batch, at.stop - at.start, at.start) for batch, at in shares if at.stop > at.start]
 
     def in_pieces(self, most: int, least: int, count: int) -> list[Batch]:
         """Some samples; for a large model in small batches, so that few values are in memory at a time.

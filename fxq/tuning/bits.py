@@ -24,6 +24,8 @@ from fxq.graph.region import integer_weight, weight_sizes
 from fxq.graph.run import value_of
 from fxq.ledger.ledger import Ledger
 from fxq.ledger.output_check import rank
+from fxq.paired.layer_fit import LayerFit
+from fxq.passes.low_rank import correction_of
 from fxq.pipeline.float_form import FloatForm
 from fxq.pipeline.manager import PassManager
 from fxq.pipeline.samples import on_samples
@@ -40,11 +42,15 @@ SPECS: Mapping[str, TensorSpec] = {
     "4 bits, blocks of 64": weight_spec(4, 64, None),
     "4 bits, blocks of 32": weight_spec(4, 32, None),
     "6 bits": weight_spec(6, None, None),
-    "6 bits, blocks of 64": weight_spec(6, 64, None),
+    "6 bits, blocks of 64": replace(weight_spec(6, 64, None), signed=False, symmetric=False),
     "8 bits": weight_spec(8, None, None),
     "float16": weight_spec(8, None, torch.float16),
 }
-"""Specs that are tried for each weight."""
+"""Specs that are tried for each weight.
+
+Blocks have zero points: without, they take 1 to 4 % fewer bytes, and their error is larger than that of other specs of
+that size.
+"""
 _MAX_CHANGES = 4000
 """Number of specs of all weights up to which pairs of changes are tried; the pairs of more take too much memory."""
 _MIN_SAVED = 1e-9
@@ -119,8 +125,9 @@ def search_bits(
     recipe = trials.recipe
     if any(config.activation is not None for config in (recipe.config, *(c for _, c in recipe.overrides))):
         raise InputError("a budget of bits is for weights alone: start with the recipe fxq.Recipe.weight_only(bits=4).")
-    has_gptq = any(step.name == "gptq" for step in recipe.pipeline)
-    rounded = recipe.without_pass("gptq") if has_gptq else recipe
+    rounded = recipe
+    for step in recipe.pipeline:
+        rounded = rounded.without_pass(step.name) if isinstance(step, LayerFit) else rounded
     by_key = _weights(trials, recipe, rounded)
     weights = list(by_key.values())
     if not weights:
@@ -181,11 +188,19 @@ def _fitting(
 def _row(recipe: Recipe, weight: _Weight, name: str, size: int) -> WeightBits:
     first, spec = weight.layers[0], SPECS[name]
     selectors = dict.fromkeys(selector for layer in weight.layers for selector in layer.selectors)
-    code = "dtype=torch.float16" if spec.format == "float16" else f"bits={spec.bits}, per={spec.per!r}"
+    code = _options(spec)
     code += "" if recipe.config.compute == "float32" else f", compute={recipe.config.compute!r}"
     line = "recipe" + "".join(f".override({s}, fxq.Recipe.weight_only({code}).config)" for s in selectors)
     bits = 8 * size / weight.values
     return WeightBits(first.name, first.path, first.op, name, bits, weight.values, weight.sqnr, line)
+
+
+def _options(spec: TensorSpec) -> str:
+    """Options of `Recipe.weight_only` for a spec, as Python."""
+    if spec.format == "float16":
+        return "dtype=torch.float16"
+    is_usual = spec == weight_spec(spec.bits, spec.per, None)
+    return f"bits={spec.bits}, per={spec.per!r}" if is_usual else f"weight=fxq.{spec!r}"
 
 
 def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> dict[Any, _Weight]:
@@ -194,7 +209,7 @@ def _weights(trials: Trials, recipe: Recipe, rounded: Recipe) -> dict[Any, _Weig
     Args:
         trials: the calibrated model.
         recipe: recipe whose passes choose the integers.
-        rounded: the recipe without `gptq`.
+        rounded: the recipe without `gptq`, and other passes that fit weights to samples.
     """
     weights: dict[Any, _Weight] = {}
     everywhere = _Weight(trials.layers(rounded, Ledger(())))
@@ -213,7 +228,7 @@ def _stored_bytes(trials: Trials, recipe: Recipe) -> dict[Any, int]:
     stored: Counter[Any] = Counter()
     for manager in trials.managers(recipe):
         for read in _reads(manager, keys):
-            stored[read.key] += weight_sizes(manager.gm, read.node)[1] if read.is_first else 0
+            stored[read.key] += read.sizes(manager.gm)[1] if read.is_first else 0
     return dict(stored)
 
 
@@ -226,6 +241,7 @@ class _Read(NamedTuple):
         layer: the layer as overrides select it.
         key: key of the weights in the model.
         is_first: whether no earlier layer reads them.
+        correction: nodes that add a correction of the weights to the output, in order; see `fxq.passes.LowRank`.
     """
 
     node: fx.Node
@@ -233,6 +249,12 @@ class _Read(NamedTuple):
     layer: TunableLayer
     key: Any
     is_first: bool
+    correction: tuple[fx.Node, ...] = ()
+
+    def sizes(self, gm: fx.GraphModule) -> tuple[int, int]:
+        """Number of values of the weights, and their bytes with scales, zero points and the correction."""
+        (values, _), *_ = sizes = [weight_sizes(gm, node) for node in (self.node, *self.correction)]
+        return values, sum(size for _, size in sizes)
 
 
 def _reads(manager: PassManager, keys: dict[Any, Any]) -> Iterator[_Read]:
@@ -253,7 +275,7 @@ def _reads(manager: PassManager, keys: dict[Any, Any]) -> Iterator[_Read]:
         first = layer.selectors, info(weights[0]).stands_for
         key, is_first = keys.get(place, keys.get(layer.selectors, first)), place not in keys
         keys[place] = keys[layer.selectors] = key
-        yield _Read(node, weights, layer, key, is_first)
+        yield _Read(node, weights, layer, key, is_first, correction_of(node))
 
 
 def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dict[Any, Any]) -> None:
@@ -264,7 +286,7 @@ def _add(weights: dict[Any, _Weight], manager: PassManager, name: str, keys: dic
         if read.layer.selectors not in [earlier.selectors for earlier in weight.layers]:
             weight.layers.append(read.layer)
         if name in SPECS and read.is_first:
-            values, size = weight_sizes(manager.gm, read.node)
+            values, size = read.sizes(manager.gm)
             weight.values += values if name == _MEASURED else 0
             weight.sizes[name] = weight.sizes.get(name, 0) + size
     for read, error in zip(reads, _errors(manager, reads), strict=True):
@@ -280,8 +302,7 @@ def _errors(manager: PassManager, reads: Sequence[_Read]) -> list[float]:
         reads: the layers.
     """
     gm, context = manager.gm, manager.context
-    agreements = {read.node: Agreement() for read in reads}
-    weights = {read.node: read.weights for read in reads}
+    agreements, by_node = {read.node: Agreement() for read in reads}, {read.node: read for read in reads}
 
     def run(batches: Sequence[Batch]) -> list[float]:
         for batch in batches:
@@ -289,23 +310,25 @@ def _errors(manager: PassManager, reads: Sequence[_Read]) -> list[float]:
             floats = FloatForm(gm, copied(batch), program.graph, program.modules)
             with torch.no_grad(), seeded():
                 for node in program.graph.nodes:
-                    rounded = _with_integers(floats, node, weights[node]) if node in weights else None
+                    rounded = _with_integers(floats, by_node[node]) if node in by_node else None
                     value = floats.step(node)
-                    for pair in zip(tensors(value), tensors(rounded), strict=True) if node in weights else ():
+                    for pair in zip(tensors(value), tensors(rounded), strict=True) if node in by_node else ():
                         agreements[node].add(*pair)
         return [agreement.noise / max(agreement.signal, 1e-30) for agreement in agreements.values()]
 
     return on_samples(context, _MAX_SAMPLES, run)
 
 
-def _with_integers(floats: FloatForm, node: fx.Node, weights: Sequence[fx.Node]) -> Any:
-    """Output of the next layer of a float run, with its dequantized weights."""
-    gm, real = floats.gm, {weight: floats.values[weight] for weight in weights}
-    for weight in weights:
+def _with_integers(floats: FloatForm, read: _Read) -> Any:
+    """Output of the next layer of a float run with its dequantized weights, and with their correction."""
+    gm, before, nodes = floats.gm, dict(floats.values), (read.node, *read.correction)
+    for weight in dict.fromkeys(value for node in nodes for value in node.all_input_nodes if integer_weight(gm, value)):
         stored = {value: read_attribute(gm, str(value.target)) for value in weight.all_input_nodes}
         floats.values[weight] = value_of(gm, weight, stored)
-    value = floats.compute(node)
-    floats.values.update(real)
+    for node in nodes:
+        floats.values[node] = value = floats.compute(node)
+    floats.values.clear()
+    floats.values.update(before)
     return value
 
 
@@ -320,7 +343,7 @@ def _measure(
 
     Args:
         trials: the calibrated model.
-        recipe: the recipe without `gptq`, which would run for each weight.
+        recipe: the recipe without `gptq` and the like, which would run for each weight.
         weights: weights with their errors; receive their noise.
         executor: executor that evaluates candidates.
         advance: called after each candidate.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fxq.backends.by_name import FASTEST
-from fxq.calibration.ranks import Ranks
+from fxq.common.ranks import Ranks
 from fxq.errors import FxqError, RecipeError, unknown, warn, words_of
 from fxq.ledger.output_check import rank
 from fxq.passes import (

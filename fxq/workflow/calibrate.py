@@ -23,11 +23,11 @@ from fxq.calibration.calibration_state import (
     sizes_of,
 )
 from fxq.calibration.checkpoint import Checkpoint, read_checkpoint
-from fxq.calibration.ranks import Ranks
 from fxq.common.data import Batch, naming_batch
 from fxq.common.files import as_path
 from fxq.common.isolation import untouched, without_autocast
 from fxq.common.progress import progress_bar
+from fxq.common.ranks import Ranks
 from fxq.errors import InputError
 from fxq.pipeline.samples import has_enough
 from fxq.workflow.observed_model import ObservedModel

@@ -18,6 +18,7 @@ from fxq.backends.by_name import FASTEST, fastest_order, unavailable
 from fxq.common.cpus import is_contended, usable_cpus
 from fxq.common.data import Batch, device_of, samples_in
 from fxq.common.isolation import copied, without_autocast
+from fxq.common.ranks import Ranks
 from fxq.common.timed_calls import MIN_ROUNDS, clock, interleaved, rounds, threads_set_to, times_in_turns, turn_seconds
 from fxq.errors import BackendError, FxqError, InputError, RecipeError, warn, words_of
 from fxq.graph.info import precision_of
@@ -49,15 +50,23 @@ def prepared_for_recipe(
     )
 
 
-def converted_for_recipe(calibrated: ObservedModel, recipe: Recipe | None = None) -> QuantizedModel:
+def converted_for_recipe(
+    calibrated: ObservedModel, recipe: Recipe | None = None, ranks: Ranks | None = None
+) -> QuantizedModel:
     """Convert a calibrated model, see `fxq.convert`, for the recipe's backend or for the fastest backend.
+
+    Args:
+        calibrated: the model.
+        recipe: the recipe; None: the one that the model was prepared with.
+        ranks: processes that convert the model together, see `converted`; None: this one alone. For the fastest
+            backend, each works alone, since it may choose another one.
 
     Raises:
         RecipeError: the model was prepared for all backends, and the recipe is for one.
     """
     try:
         if calibrated.others is None:
-            return converted(calibrated, recipe)
+            return converted(calibrated, recipe, ranks=ranks)
         if recipe is not None and recipe.backend != FASTEST:
             raise RecipeError(
                 f"the model was prepared for all backends, and the recipe asks for {recipe.backend!r}: pass a recipe "

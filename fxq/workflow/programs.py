@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxq.calibration.ranks import Ranks
 from fxq.common.checksums import checksum
 from fxq.common.containers import Leaves
 from fxq.common.data import Batch, as_batch, batches, naming_batch
 from fxq.common.isolation import copied
 from fxq.common.progress import progress_bar
+from fxq.common.ranks import Ranks
 from fxq.errors import InputError, warn
 from fxq.ledger.float_record import checksums
 from fxq.pipeline.samples import has_enough

@@ -16,7 +16,10 @@ import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
 from fxq.backends.lower_graph import lowered_copy
 from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
+from fxq.common.checksums import checksum
 from fxq.common.data import Batch, as_batch, check_batch, device_of
+from fxq.common.metrics import tensors
+from fxq.common.ranks import Ranks
 from fxq.cost.cache import machine_costs
 from fxq.cost.prices import least_share
 from fxq.cost.probe import Prober
@@ -242,11 +245,32 @@ def _let_emit(gm: fx.GraphModule, emits: Mapping[str, TensorSpec]) -> None:
 
 
 def converted(
-    observed: ObservedModel, recipe: Recipe | None = None, qdq_cache: QdqCache | None = None
+    observed: ObservedModel,
+    recipe: Recipe | None = None,
+    qdq_cache: QdqCache | None = None,
+    ranks: Ranks | None = None,
 ) -> QuantizedModel:
-    """Convert a calibrated model for one backend, see `fxq.convert`; for `qdq_cache` see `to_qdq`."""
-    manager, reduced, left = to_qdq(observed_with(observed, recipe), qdq_cache)
+    """Convert a calibrated model for one backend, see `fxq.convert`.
+
+    Args:
+        observed: the model.
+        recipe: the recipe; None: the one that the model was prepared with.
+        qdq_cache: qdq graphs of the same model for other backends, see `to_qdq`.
+        ranks: processes that convert the model together, which divide the work of some passes; None: this one alone.
+    """
+    manager = observed_with(observed, recipe)
+    if ranks is not None:
+        context = manager.context
+        context.ranks, context.progress = ranks, context.progress if ranks.rank == 0 else bool(context.progress)
+        list(ranks.exchanged(lambda: None, about=_calibration_of(context)))
+    manager, reduced, left = to_qdq(manager, qdq_cache)
     return finished(manager, left, reduced)
+
+
+def _calibration_of(context: Context) -> str:
+    """Description of the recorded samples, equal on ranks that calibrated together."""
+    marks = [checksum(t) for batch in context.samples for t in tensors((batch.args, batch.kwargs))]
+    return f"the conversion of a model that recorded {len(context.samples)} batches with the checksums {marks}"
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fxq.calibration.ranks import AUTO, Ranks
 from fxq.common.data import Batch
 from fxq.common.isolation import computed_tensors
 from fxq.common.metrics import tensors
+from fxq.common.ranks import AUTO, Ranks
 from fxq.errors import CalibrationError, InputError, warn
 from fxq.graph.query import read_attribute
 from fxq.passes.insert_fake_quantizers import InsertFakeQuantizers

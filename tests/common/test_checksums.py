@@ -46,3 +46,8 @@ def test_a_bit_sum_sees_each_value(dtype):
     before = bit_sum(tensor[1:])
     tensor[777_777] = 1
     assert bit_sum(tensor[1:]) != before and bit_sum(tensor[:777_777]) == bit_sum(torch.zeros(3, 259_259).to(dtype).t())
+
+
+def test_a_single_value_may_have_a_stride():
+    """Contiguous for PyTorch, which refuses to view its bytes."""
+    assert checksum(torch.ones(1, 4)[:, 0]) == checksum(torch.ones(1))

@@ -10,8 +10,10 @@ from torch import nn
 
 import fxq
 from fxq.errors import InputError
-from fxq.tuning.bits import SPECS, _Weight, _weights, _within, bits_of
+from fxq.recipe.selector import Selector
+from fxq.tuning.bits import SPECS, _row, _Weight, _weights, _within, bits_of
 from fxq.tuning.tools import calibrated_trials
+from fxq.tuning.tunable_layer import TunableLayer
 
 RECIPE = fxq.Recipe.weight_only(bits=4, backend="reference").with_min_sqnr(None)
 DATA = [torch.randn(8, 64, 128, generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -71,6 +73,51 @@ def test_scores_and_errors_are_those_of_the_integers_that_gptq_chooses():
     assert weight.errors["4 bits, blocks of 64"] < 0.98 * weight.errors["rounded to nearest"]
 
 
+def test_low_rank_corrections_count():
+    """Their bits, and what they leave of the error of a layer."""
+    with_correction = RECIPE.insert_pass(fxq.passes.LowRank(rank=8), after="gptq")
+    result = fxq.search(network(), with_correction, DATA, budget=4.5)
+    q = fxq.quantize(network(), result.recipe, data=DATA)
+    assert any(entry.reason == "corrected by a matrix of rank 8" for entry in q.ledger)
+    assert stored_bits(q) == pytest.approx(result.bits, abs=1e-6) and result.bits <= 4.5
+
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(128, 256)).eval()
+    trials = calibrated_trials(layer, with_correction, DATA, None, False)
+    (weight,) = _weights(trials, with_correction, RECIPE.without_pass("gptq")).values()
+    corrected = fxq.quantize(layer, with_correction, data=DATA)
+    with torch.no_grad():
+        wanted, actual = (torch.cat([m(x) for x in DATA]) for m in (layer, corrected))
+    ratio = float((wanted - actual).square().sum() / wanted.square().sum())
+    assert weight.errors["4 bits, blocks of 64"] == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_line_of_a_weight_gives_it_its_spec(name):
+    layer = TunableLayer("_0", "0", "linear", (Selector(path="0"),), 0, None)
+    row = _row(RECIPE, _Weight([layer], values=800), name, 100)
+    recipe = eval(row.line, {"fxq": fxq, "torch": torch, "recipe": RECIPE})
+    ((selector, config),) = recipe.overrides
+    assert (selector, config.weight, config.activation) == (Selector(path="0"), SPECS[name], None)
+
+
+def test_blocks_of_6_bits_have_less_error_with_zero_points():
+    """Rounded to nearest, beyond what the bytes of the zero points would save with scales that are closer together."""
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(512, 512)).eval(), torch.randn(256, 512)
+
+    def noise(spec):
+        q = fxq.quantize(layer, fxq.Recipe.weight_only(weight=spec, backend="reference"), example_inputs=x)
+        with torch.no_grad():
+            return float((q(x) - layer(x)).square().sum()), stored_bits(q)
+
+    spec = SPECS["6 bits, blocks of 64"]
+    without, fewer_bits = noise(replace(spec, signed=True, symmetric=True))
+    closer, bits = noise(replace(spec, signed=True, symmetric=True, per=32))
+    with_zero_points, own_bits = noise(spec)
+    assert fewer_bits < own_bits < bits and with_zero_points < min(without, closer)
+
+
 def smallest_scale(q):
     """Smallest scale of a block of the last layer."""
     (scales,) = [b for name, b in q.named_buffers() if name.startswith("fxq_data.4_weight") and "scale" in name]
@@ -78,7 +125,7 @@ def smallest_scale(q):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [5.0, pytest.param(6.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [5.2, 6.0])
 def test_bits_are_those_of_the_chosen_recipe(budget):
     """Whether float16 holds the scales of the last layer depends on the specs of the others: the bits are right."""
     result = fxq.search(network(), RECIPE, DATA, budget=budget)

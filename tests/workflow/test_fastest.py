@@ -327,7 +327,7 @@ def test_backends_that_cannot_win_see_no_data(net, monkeypatch):
     model, x = net
     planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
     monkeypatch.setattr(fastest, "_graph_key", lambda observed: observed)  # each graph is one of its own
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda observed: observed)
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda observed, **_: observed)
     recipe, data = FASTEST.with_optimize("speed"), [x[:2], x[2:], x[:2]]
     observed = fxq.quantize(model, recipe, data=data, example_inputs=9 * x)
     assert batches_seen(observed) == {"openvino": 3, "onnxruntime": 3, "x86": 0, "fbgemm": 0, "jit": 0}
@@ -345,7 +345,7 @@ def test_an_example_that_calibrates_nothing_leaves_no_backend_out(net, monkeypat
     model, x = net
     seen = []
     convert = fastest.converted_for_recipe
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.left_out) or convert(o))
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o, **_: seen.append(o.left_out) or convert(o))
     monkeypatch.setattr(fastest, "_quick", lambda observer: Refusing(observer.spec))
     q = fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x])
     assert seen == [()] and sqnr(model(x), q(x)) > 20
@@ -366,7 +366,7 @@ def test_with_a_checkpoint_every_backend_sees_the_data(net, monkeypatch, tmp_pat
     planted_trials(monkeypatch, dict(zip(fastest_order(), [9.0, 2.3, 2.1, 1.0, 1.05], strict=True)))
     seen = []
     convert = fastest.converted_for_recipe
-    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o: seen.append(o.left_out) or convert(o))
+    monkeypatch.setattr("fxq.dispatch.converted_for_recipe", lambda o, **_: seen.append(o.left_out) or convert(o))
     fxq.quantize(model, FASTEST.with_optimize("speed"), data=[x], checkpoint=tmp_path / "c.safetensors")
     assert seen == [()]
 

@@ -1,13 +1,15 @@
 """Exchange of data between the processes of a `torch.distributed` group. An error of one process is raised in all.
 
-Only tensors of bytes and numbers are sent, which hold plain data (`fxq/common/stored_data.py`).
+Only tensors are sent: those of sums, and bytes that hold plain data (`fxq/common/stored_data.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,8 +71,19 @@ class Ranks:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         return cls(dist.get_rank(group), dist.get_world_size(group), group, device)
 
+    def slice_of(self, count: int) -> slice:
+        """Part of `count` neighbouring items that is this rank's; it may be empty.
+
+        Example:
+            >>> [Ranks(rank, 3).slice_of(8) for rank in range(3)]
+            [slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)]
+        """
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
     def together(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on this rank. If it fails on one rank, all ranks raise.
+
+        `make` may exchange data itself. Then an error of one rank is raised in the others at their next exchange.
 
         Raises:
             FxqError: the error of `make`, with the number of the rank in its message.
@@ -84,7 +97,7 @@ class Ranks:
             pass
         return results[0]
 
-    def exchanged(self, make: Callable[[], Any], device: str = "cpu") -> Iterator[Any]:
+    def exchanged(self, make: Callable[[], Any], device: str = "cpu", about: str = "") -> Iterator[Any]:
         """Yield the result of `make` of each rank, in order of the ranks. Every rank must iterate over all of them.
 
         Only one result is in memory at a time. A rank gets its own result in the form that the others get.
@@ -92,8 +105,10 @@ class Ranks:
         Args:
             make: function that returns plain data and tensors.
             device: device of the tensors in the results.
+            about: what the results are of, which must be equal on all ranks.
 
         Raises:
+            InputError: `about` differs between ranks. All ranks raise this error.
             FxqError: `make` failed on a rank. All ranks raise this error, with the number of the rank in its message;
                 a `CalibrationError` if it is no `FxqError`.
         """
@@ -101,17 +116,52 @@ class Ranks:
             yield make()
             return
         raised: Exception | None = None
+        handled = sys.exc_info()[1]  # the caller may be in an `except`
         try:
             own_bytes = pack(make())
         except Exception as error:  # the user's data and model raise errors of any type
+            if _is_on_all_ranks(error, handled):
+                raise
             raised, own_bytes = error, pack((_kind_of(error), _words(error)))
-        lengths = self._gathered(torch.tensor([len(own_bytes), raised is not None], device=self.device))
-        for rank, (length, failed) in enumerate(lengths):
+        header = [len(own_bytes), raised is not None, zlib.crc32(about.encode())]
+        headers = self._gathered(torch.tensor(header, device=self.device))
+        for rank, (length, failed, _) in enumerate(headers):
             if failed:
                 kind, message = unpack(self._sent(rank, own_bytes, length))
-                raise getattr(errors, kind)(f"rank {rank}: {message}") from raised
-        for rank, (length, _) in enumerate(lengths):
+                raise _on_all_ranks(getattr(errors, kind)(f"rank {rank}: {message}")) from raised
+        if len({checksum for *_, checksum in headers}) > 1:
+            raise _on_all_ranks(InputError(_APART.format(rank=self.rank, about=about or "the end of this call")))
+        for rank, (length, *_) in enumerate(headers):
             yield unpack(self._sent(rank, own_bytes, length), device)
+
+    def from_first(self, make: Callable[[], Any], device: str, about: str) -> Any:
+        """Return the result of `make` of the first rank, for what could differ by rounding between the ranks.
+
+        The arguments are those of `exchanged`.
+        """
+        first, *_ = self.exchanged(lambda: make() if self.rank == 0 else None, device, about)
+        return first
+
+    def summed(self, tensors: Mapping[str, Tensor], device: str, about: str) -> dict[str, Tensor]:
+        """Sums over the ranks of tensors by name, bit for bit equal on all ranks.
+
+        Args:
+            tensors: tensors of this rank, which may be changed in place. Ranks that lack one add zeros.
+            device: device of the sums.
+            about: what the tensors are of, as for `exchanged`.
+        """
+        if self.size == 1:
+            return dict(tensors)
+        kinds: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        for of_rank in self.exchanged(lambda: {k: (list(v.shape), v.dtype) for k, v in tensors.items()}, about=about):
+            kinds.update(of_rank)
+        sums = {}
+        for name, (shape, dtype) in sorted(kinds.items()):
+            own = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype)
+            own = own.to(self.device).contiguous()
+            dist.all_reduce(own, group=self.group)
+            sums[name] = own.to(device)
+        return sums
 
     def _gathered(self, numbers: Tensor) -> list[list[int]]:
         """Numbers, 1-d, of each rank."""
@@ -143,6 +193,27 @@ class Ranks:
             yield
         finally:
             timer.cancel()
+
+
+_APART = (
+    "ranks do different things: rank {rank} is at {about}, and another one is not. They need equal models, recipes and "
+    'calls, and an optimize="coverage", where times that are measured decide. group=None lets each work alone.'
+)
+
+
+def _on_all_ranks(error: FxqError) -> FxqError:
+    """Mark an error that all ranks raise at once."""
+    error.is_on_all_ranks = True
+    return error
+
+
+def _is_on_all_ranks(error: BaseException | None, handled: BaseException | None) -> bool:
+    """Whether an error, or one that it is raised from, is marked by `_on_all_ranks`; not if only `handled` is."""
+    while error is not None and error is not handled:
+        if isinstance(error, FxqError) and error.is_on_all_ranks:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _kind_of(error: Exception) -> str:

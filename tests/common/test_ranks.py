@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxq
-from fxq.calibration import ranks as module
-from fxq.calibration.ranks import Ranks
+from fxq.common import ranks as module
+from fxq.common.ranks import Ranks
 from fxq.errors import CalibrationError, InputError
 from tests.support.processes import on_ranks
 
@@ -79,6 +79,74 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, error, kind, words):
     for raised in on_ranks(3, tmp_path, work):
         assert type(raised) is kind
         assert str(raised).startswith(words)
+
+
+def test_sums_are_equal_on_all_ranks(tmp_path):
+    def work(rank):
+        own = {"x": torch.full((2, 3), rank + 1.0), "count": torch.tensor(2**40 + rank)}
+        return Ranks.of().summed(own if rank != 1 else {"y": torch.ones(2).t()}, "cpu", "sums")
+
+    for sums in on_ranks(3, tmp_path, work):
+        assert torch.equal(sums["x"], torch.full((2, 3), 4.0)) and torch.equal(sums["y"], torch.ones(2))
+        assert int(sums["count"]) == 2**41 + 2
+    assert Ranks().summed({"x": torch.ones(1)}, "cpu", "sums") == {"x": torch.ones(1)}
+
+
+ERRORS = {
+    "before an exchange": ("", "rank 1: OSError: no disk"),
+    "in an exchange": ("inner", "rank 1: OSError: no disk"),
+    "other things": ("about", "ranks do different things: rank {rank} is at "),
+    "the end, where others exchange": ("nothing", "ranks do different things: rank {rank} is at "),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_nested_exchanges_leave_no_rank_waiting(tmp_path, name):
+    how, words = ERRORS[name]
+
+    def fail(rank):
+        if rank == 1:
+            raise OSError("no disk")
+        return rank
+
+    def work(rank):
+        ranks = Ranks.of()
+
+        def make():
+            if how == "":
+                fail(rank)
+            if how != "nothing" or rank == 0:
+                about = f"layer {rank if how == 'about' else 0}"
+                list(ranks.exchanged(lambda: fail(rank) if how == "inner" else rank, about=about))
+
+        try:
+            ranks.together(make)
+        except Exception as error:
+            # as a pass that names itself
+            raise (RuntimeError("again") if rank == 0 else error) from error
+
+    for rank, raised in enumerate(on_ranks(2, tmp_path, lambda rank: Ranks.of().together(lambda: work(rank)))):
+        raised = raised.__cause__ or raised if rank == 0 else raised
+        assert isinstance(raised, (RuntimeError, fxq.errors.FxqError))
+        assert "again" in str(raised) or words.format(rank=rank) in str(raised)
+
+
+def test_a_second_try_after_an_error_on_all_ranks(tmp_path):
+    """Its own error is raised while the first one is handled, which all ranks have raised already."""
+
+    def fail(rank):
+        if rank == 1:
+            raise OSError("no disk")
+
+    def work(rank):
+        ranks = Ranks.of()
+        try:
+            ranks.together(lambda: fail(rank))
+        except CalibrationError:
+            ranks.together(lambda: fail(1 - rank))
+
+    for raised in on_ranks(2, tmp_path, work):
+        assert type(raised) is CalibrationError and str(raised) == "rank 0: OSError: no disk"
 
 
 def test_who_waits_for_others_says_so(tmp_path, monkeypatch):
