@@ -153,8 +153,8 @@ def _region_difference(module: fx.GraphModule, inputs: Sequence[Tensor], got: Se
     region = whole_region(module.graph)
     values = dict(zip(region.inputs, inputs, strict=True)) | weights_in(module, region)
     expected = run_region(module, region, values)
-    found = (difference(module, region, values, expected, result, _Tolerances()) for result in got)
-    return next((f"it is {why}" if why.startswith("off") else why for why in found if why is not None), None)
+    reasons = (difference(module, region, values, expected, result, _Tolerances()) for result in got)
+    return next((f"it is {why}" if why.startswith("off") else why for why in reasons if why is not None), None)
 
 
 @dataclass(frozen=True)
