@@ -1,4 +1,4 @@
-"""Functions of a value, such as leaky_relu, that the steps which read the value compute themselves."""
+"""Functions with a slope for negative values, which the steps that read their results compute themselves."""
 
 from __future__ import annotations
 
