@@ -148,7 +148,7 @@ def _settle_signs(rewriter: Rewriter[Context]) -> None:
             continue
         if not all(is_op(reader, "dequantize") for reader in readers):
             continue
-        dtype, shift = (torch.int8, 0) if _wants_signed(rewriter, readers) else (torch.uint8, 128)
+        dtype, shift = (torch.int8, 0) if _wants_signed(rewriter, node, readers) else (torch.uint8, 128)
         whole: dict[str, Any] = {"zero_point": grid.z + shift, "qmin": grid.qmin + shift, "qmax": grid.qmax + shift}
         rewriter.describe(node, dtype=dtype)
         rewriter.update(node, kwargs={**node.kwargs, **whole, "dtype": dtype})
@@ -156,10 +156,17 @@ def _settle_signs(rewriter: Rewriter[Context]) -> None:
             rewriter.update(reader, kwargs={**reader.kwargs, **whole})
 
 
-def _wants_signed(rewriter: Rewriter[Context], dequantized: Iterable[fx.Node]) -> bool:
-    """Whether the backend asks for signed activations in a unit that reads one of these values."""
+def _wants_signed(rewriter: Rewriter[Context], quantized: fx.Node, dequantized: Iterable[fx.Node]) -> bool:
+    """Whether the backend asks for signed activations in the unit that computes a value, or in one that reads it.
+
+    Args:
+        rewriter: rewriter of the graph.
+        quantized: node that quantizes the value.
+        dequantized: nodes that dequantize it.
+    """
     gm, backend = rewriter.gm, rewriter.context.backend
-    units = [calls_of(gm, user) for value in dequantized for user in value.users if not is_op(user, *CONVERSIONS)]
+    nodes = (*quantized.all_input_nodes, *(user for value in dequantized for user in value.users))
+    units = [calls_of(gm, node) for node in nodes if not is_op(node, *CONVERSIONS)]
     configs = [backend.config(gm, QuantConfig(ACTIVATION, None), calls) for calls in units if calls]
     return any(config.activation is not None and config.activation.signed for config in configs)
 

@@ -43,8 +43,8 @@ class CorrectBias(Pass):
     and c is 0.
     Tokens with unusually large values count less, and padding does not count.
     The two biases of a recurrent layer get the mean errors of the products with its input and with its hidden state,
-    over all time steps in float. These are shrunk, too, but k is 1, and nothing is tested.
-    Other layers with dynamic ranges, and recipes without calibration data, are left alone.
+    over all time steps in float, also if their ranges are dynamic. These are shrunk, too, but k is 1, and nothing is
+    tested. Other layers with dynamic ranges, and recipes without calibration data, are left alone.
     Source: Nagel et al. 2019, section 4.2 and appendix D (empirical bias correction); the factor applies the same idea
     to the standard deviation; James and Stein 1961 for the shrinkage.
 
@@ -88,8 +88,8 @@ class CorrectBias(Pass):
             self._correct_gates(rewriter, pieces, floats, recurrent)
             sample_count = sum(samples_in(piece) or 1 for piece in pieces)
             enough = sample_count >= _MIN_SAMPLES if context.divisible else len(pieces) >= _MIN_BATCHES
-            once = enough or not self.tested
-            layers = self._fitted(rewriter, pieces, floats) if once else self._validated(rewriter, pieces, floats)
+            fit = self._fitted if enough or not self.tested else self._validated
+            layers = fit(rewriter, pieces, floats) if layers else layers
         for node, layer in layers.items():
             with rewriter.attributed("correct_bias", CorrectBias):
                 _write(rewriter, node, layer)

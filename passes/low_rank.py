@@ -18,7 +18,7 @@ from fxq.graph.query import is_op
 from fxq.graph.region import integer_weight, is_weight_only
 from fxq.graph.unit import Calls, calls_of
 from fxq.paired.integer_layers import IntegerLayer
-from fxq.paired.layer_fit import LayerFit, LayerInputs
+from fxq.paired.layer_fit import LayerFit, LayerInputs, note
 from fxq.paired.low_rank_factors import LowRankFactors, missing_weight, root_of
 from fxq.paired.output_error import OutputError
 from fxq.paired.paired_run import PairedRun
@@ -123,9 +123,9 @@ class LowRank(LayerFit):
             chosen = LowRankFactors.of(missing_weight(rounded, error, root), self.rank, root)
             return chosen.as_data() if chosen is not None else ()
 
-        data = ranks.from_first(make, str(rounded.device), f"{self.name}: weight of {layer.label}")
+        data = ranks.from_first(make, str(rounded.device), f"{self}: weight of {layer.label}")
         if data is None:
-            _note(rewriter, node, "no low-rank correction: its inputs are too large, or not finite")
+            note(rewriter, node, "no low-rank correction: its inputs are too large, or not finite")
             return None
         factors = LowRankFactors.from_data(*data) if data else None
         if factors is not None:
@@ -156,7 +156,7 @@ class LowRank(LayerFit):
                 "has more inputs and outputs than that. Choose a smaller rank."
             )
         for node, reason in reasons.items():
-            _note(rewriter, node, f"no low-rank correction: {reason}")
+            note(rewriter, node, f"no low-rank correction: {reason}")
 
     def _reason(self, gm: fx.GraphModule, node: fx.Node) -> str:
         """Why a weight-only layer is not corrected."""
@@ -208,19 +208,12 @@ def correction_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _is_corrected(node: fx.Node) -> bool:
     """Whether a layer has a correction, or belongs to one."""
-    others = (read for user in node.users if is_op(user, "add") for read in user.all_input_nodes if read is not node)
-    return any(info(weight).corrects for layer in (node, *others) for weight in layer.all_input_nodes)
+    return bool(correction_of(node)) or any(info(weight).corrects for weight in node.all_input_nodes)
 
 
 def _rounded(layer: IntegerLayer, gm: fx.GraphModule) -> Tensor:
     """Weight that the integers of a layer represent, float32, (O, K)."""
     return layer.form.weight(layer.on_rows().real(layer.form.rows(layer.integers(gm))))
-
-
-def _note(rewriter: Rewriter[Context], node: fx.Node, text: str) -> None:
-    """Add a remark for the user, once."""
-    notes = [note for note in info(node).note.split("; ") if note]
-    rewriter.describe(node, note="; ".join(dict.fromkeys((*notes, text))))
 
 
 def _write(rewriter: Rewriter[Context], node: fx.Node, factors: LowRankFactors | None) -> None:
@@ -242,7 +235,7 @@ def _write(rewriter: Rewriter[Context], node: fx.Node, factors: LowRankFactors |
         why = "adds the low-rank correction of a weight"
         rewriter.describe(total, plan=Plan(Decision("float", "", why, decided_by=rewriter.name)), note="")
         rewriter.reroute(node, total, only=lambda user: user is not total)
-    _note(rewriter, node, f"corrected by a matrix of rank {len(factors.down)}")
+    note(rewriter, node, f"corrected by a matrix of rank {len(factors.down)}")
 
 
 def _weight(

@@ -18,6 +18,7 @@ from torch import fx
 
 from fxq.common.checksums import checksum
 from fxq.common.data import Batch, first_of, samples_in
+from fxq.common.metrics import tensors
 from fxq.pipeline.context import Context
 from fxq.pipeline.samples import has_enough, record, wanted
 from fxq.quant.observer_base import Observer
@@ -76,6 +77,12 @@ def seen_by(gm: fx.GraphModule, context: Context) -> dict[str, Any]:
         "observers": {name: state_of(observer) for name, observer in observers_of(gm).items()},
         "samples": samples_as_data(context.samples),
     }
+
+
+def summary(gm: fx.GraphModule, context: Context) -> str:
+    """Hash of a calibrated graph, its weights, what its observers saw, and the recorded samples."""
+    marks = [str(checksum(tensor)) for tensor in tensors(seen_by(gm, context))]
+    return _hash([*fingerprint(gm, context).values(), *marks])[:16]
 
 
 def samples_as_data(samples: Sequence[Batch]) -> list[Any]:

@@ -196,8 +196,9 @@ class Ranks:
 
 
 _APART = (
-    "ranks do different things: rank {rank} is at {about}, and another one is not. They need equal models, recipes and "
-    'calls, and an optimize="coverage", where times that are measured decide. group=None lets each work alone.'
+    "ranks do different things: rank {rank} is at {about}, and another one is not. Use equal models, recipes and "
+    'calls. With optimize="speed", measured times may choose other layers: use optimize="coverage". With group=None, '
+    "each process works alone."
 )
 
 

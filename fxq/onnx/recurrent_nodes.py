@@ -209,6 +209,9 @@ def _gates(w: Writer, x: Value, weight: Value | None, order: Sequence[int]) -> O
     """Write a weight or bias in ONNX's gate order, with a leading axis for directions."""
     if weight is None:
         return None
+    producer = w.producer(weight.name)
+    if producer is not None and producer.op_type == "Slice":  # of columns, after a last block that is not full
+        return w.cut(_gates(w, x, Value(producer.inputs[0], weight.like), order), 2, 0, weight.shape[1])
     stored = stored_weight(w, weight) if w.portable else None
     if stored is not None:
         node, constants = stored

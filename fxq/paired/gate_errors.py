@@ -33,17 +33,16 @@ class _Product:
     """Product of the input or of the hidden state with its weight, for all gates.
 
     Attributes:
-        old: node of its bias.
-        bias: values of its bias, (gates * H,).
+        path: path of its float bias.
+        bias: values of its float bias, (gates * H,).
         real: float weight, (gates * H, C).
         rounded: weight on its grid, of the same shape.
-        waiting: means of what it reads and of what that is rounded to, with the number of steps, not enough for a part
-            yet.
+        waiting: values that it reads and what they are rounded to, of steps that are too few for a part yet.
         steps: number of time steps in the parts so far.
         error: mean of the float product minus the rounded one.
     """
 
-    old: fx.Node
+    path: str
     bias: Tensor
     real: Tensor
     rounded: Tensor
@@ -54,9 +53,8 @@ class _Product:
     @classmethod
     def of(cls, gm: fx.GraphModule, call: OpCall, weight_name: str, bias_name: str) -> _Product | None:
         """Product of a weight; None if the weight is not in integers, or the bias is not constant."""
-        weight, old = call.tensors.get(weight_name), call.tensors.get(bias_name)
-        bias = constant(gm, old)
-        if bias is None or not isinstance(old, fx.Node) or not isinstance(weight, fx.Node):
+        weight, bias = call.tensors.get(weight_name), call.tensors.get(bias_name)
+        if constant(gm, bias) is None or not isinstance(bias, fx.Node) or not isinstance(weight, fx.Node):
             return None
         grid, path = grid_of(gm, weight), info(weight).stands_for
         stored = constant(gm, weight.args[0]) if is_op(weight, "dequantize") else None
@@ -64,10 +62,12 @@ class _Product:
             return None
         packing = packing_of(weight)
         integers = stored if packing is None else packing.unpack(stored)
-        return cls(old, bias, read_attribute(gm, path).detach().double(), dequantize(integers, grid).double())
+        of_bias = info(bias).stands_for or str(bias.target)  # it may be corrected already
+        real, rounded = read_attribute(gm, path).detach().double(), dequantize(integers, grid).double()
+        return cls(of_bias, read_attribute(gm, of_bias).detach(), real, rounded)
 
     def add(self, x: Tensor, rounded: Tensor, parts: int) -> None:
-        """Add values that the product reads, in float and rounded, float32 (steps, C) each, as at most some parts."""
+        """Add values that the product reads, in float and rounded, float32 (steps, C), in at most `parts` parts."""
         self.waiting.append((x, rounded))
         count = sum(len(rows) for rows, _ in self.waiting)
         if count < _MIN_PART_STEPS:
@@ -120,7 +120,7 @@ class GateErrors:
         return cls(node, x, grid, (products[0], products[1]))
 
     def add(self, x: Tensor, states: Tensor, used: Tensor | None, parts: int) -> None:
-        """Add the values that some time steps read, in float, as at most some parts.
+        """Add the values that some time steps read in float, split into at most `parts` parts.
 
         Args:
             x: input, (T, N, I).
@@ -150,13 +150,13 @@ class GateErrors:
         for name, product in zip(op.traits.more_biases, self.products, strict=True):
             path = f"{info(self.node).path or self.node.name}.{name}_corrected"
             new = rewriter.constant(product.corrected(least), path, before=self.node, like=self.node)
-            rewriter.describe(new, stands_for=str(product.old.target))
+            rewriter.describe(new, stands_for=product.path)
             args[list(op.tensors).index(name)] = new
         rewriter.update(self.node, args=tuple(args))
 
 
 def see_gates(gm: fx.GraphModule, batches: Sequence[Batch], floats: LayerValues, layers: Sequence[GateErrors]) -> None:
-    """Add to the errors of layers those on batches, on which the graph runs in float."""
+    """Measure the errors of recurrent layers on batches, with the graph run in float."""
     by_node = {layer.node: layer for layer in layers}
     inputs = {layer.x for layer in layers}
     for batch in batches:

@@ -121,7 +121,7 @@ class LayerFit(Pass):
                 for layer in of_node:
                     if not layer.is_linear or layer.x is not of_value:
                         inputs = self._inputs(layer, runs, count, is_only_reader=readers[layer.x] == 1)
-                        about = f"{self.name}: inputs of {layer.label}"
+                        about = f"{self}: inputs of {layer.label}"
                         inputs = inputs.summed(context.ranks, str(layer.real.device), about)
                         of_value = layer.x if layer.is_linear else None
                     edit = self.fit(rewriter, layer, runs, inputs)
@@ -235,6 +235,12 @@ class LayerInputs:
         if patches not in self.trusted:
             self.trusted[patches] = self.fit.merged(self.held_out).trusting(patches)
         return self.trusted[patches]
+
+
+def note(rewriter: Rewriter[Context], node: fx.Node, text: str) -> None:
+    """Add a remark on a node for the user, once."""
+    notes = [note for note in info(node).note.split("; ") if note]
+    rewriter.describe(node, note="; ".join(dict.fromkeys((*notes, text))))
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -123,6 +123,12 @@ class InputProducts:
         for name, value in sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the products of each input with itself are finite."""
+        gram = self._sums.get("gram")
+        return gram is None or bool(gram.diagonal(dim1=1, dim2=2).isfinite().all())
+
     def merged(self, other: InputProducts) -> InputProducts:
         """Products over the patches of both, which get no more patches: the result may share their memory."""
         both = InputProducts(self._weight)

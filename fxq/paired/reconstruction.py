@@ -12,7 +12,7 @@ from torch import Tensor
 from fxq.common.ranks import Ranks
 from fxq.graph.query import read_attribute
 from fxq.paired.integer_layers import IntegerLayer
-from fxq.paired.layer_fit import LayerFit, LayerInputs
+from fxq.paired.layer_fit import LayerFit, LayerInputs, note
 from fxq.paired.output_error import OutputError, WeightRows
 from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.context import Context
@@ -64,11 +64,15 @@ class Reconstruction(LayerFit):
         fit, held_out = (
             OutputError(part, grid.weight, centred=bias is not None) for part in (inputs.fit, inputs.held_out)
         )
+        if not inputs.fit.is_finite or not inputs.held_out.is_finite:
+            for node in layer.weight.users:
+                note(rewriter, node, f"{self.name} leaves its integers: its inputs are too large, or not finite")
+            return
         trusted = inputs.trusting(self.trust_in(grid, fit, held_out))
         old, rows = form.rows(layer.integers(rewriter.gm)), ranks.slice_of(grid.weight.shape[1])
         error = OutputError(trusted, grid.weight[:, rows], fit.centred, rows)
         own = self._better(grid.some_rows(rows), old[:, rows], error, self.scales and layer.has_channel_scales)
-        new_grid, new = gathered(ranks, grid, *own, f"{self.name}: weight of {layer.label}")
+        new_grid, new = gathered(ranks, grid, *own, f"{self}: weight of {layer.label}")
         if bias is not None:
             shift = OutputError(trusted, grid.weight).shift(new_grid.real(new)).flatten()
             runs.compared.put(bias, read_attribute(rewriter.gm, str(bias.target)) + shift)

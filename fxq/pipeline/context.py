@@ -141,8 +141,8 @@ class Context:
     def share_of(self, samples: Sequence[Batch]) -> list[Batch]:
         """Samples that this process runs, of all that the processes run together; there may be none.
 
-        Whole batches, in turns, which are those that it calibrated; with fewer batches than processes, some samples of
-        each batch.
+        Whole batches, in turns: if all shares were equally long, those that it calibrated. With fewer batches than
+        processes, some samples of each batch.
         """
         rank, size = self.ranks.rank, self.ranks.size
         counts = [samples_in(batch) for batch in samples]

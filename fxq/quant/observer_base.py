@@ -242,7 +242,7 @@ class Observer(nn.Module, ABC):
         Raises:
             CalibrationError: the observer has seen no data, or its `range` or `clipped` returns no range.
         """
-        seen = self._checked("range", self.range())
+        seen = self.checked_range()
         low, high = self._checked("clipped", self.clipped(*seen), seen[0].shape)
         low, high = low.clamp(max=min(besides, default=math.inf)), high.clamp(min=max(besides, default=-math.inf))
         return choose_qparams(low, high, self.spec, self.axis, self.block)
@@ -260,6 +260,14 @@ class Observer(nn.Module, ABC):
                     return low, high
                 raise CalibrationError(f"{where} {low} and {high}, no finite range.")
         raise CalibrationError(f"{where} {returned!r}, and not two tensors: smallest and largest value.")
+
+    def checked_range(self) -> tuple[Tensor, Tensor]:
+        """Return `range()`, if it is a finite range.
+
+        Raises:
+            CalibrationError: it is none, in an observer of the user's; or the observer has seen no data.
+        """
+        return self._checked("range", self.range())
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value: float32, 0-d (per tensor) or (C,) (per channel), on the CPU.

@@ -121,5 +121,5 @@ def group_of(observer: Observer) -> SharedGridGroup:
     Raises:
         CalibrationError: the observer has seen no data.
     """
-    low, high = observer.range()
+    low, high = observer.checked_range()
     return SharedGridGroup(min(float(low), 0.0), max(float(high), 0.0), observers=[observer])

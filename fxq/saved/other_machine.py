@@ -6,7 +6,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import FallbackKernel
 from fxq.common.isolation import without_autocast
-from fxq.common.metrics import tensors
+from fxq.common.metrics import identical, tensors
 from fxq.errors import BackendError, warn, words_of
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op, options_of, submodule
 from fxq.graph.region import whole_region
-from fxq.graph.region_difference import difference
+from fxq.graph.region_difference import Tolerances, difference
 from fxq.graph.region_run import run_region, weights_in
+from fxq.passes.verify_lowering import VerifyLowering
 from fxq.quant.qparams import QParams
+from fxq.recipe.recipe import Recipe
 
 log = logging.getLogger("fxq")
 
@@ -43,10 +44,11 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         BackendError: a wrong kernel has no q/dq form, since it was inserted into the graph by hand.
     """
     wrong: dict[str, str] = {}
+    limits = _tolerances(model)
     asked = 0
     for node, kernel in kernels_of(model):
         asked += 1
-        reason = misfit(kernel, node)
+        reason = misfit(kernel, node, limits)
         if reason is None:
             if isinstance(kernel, FallbackKernel):
                 model.set_submodule(str(node.target), kernel.kernel())
@@ -79,7 +81,8 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
 
 def verify(model: fx.GraphModule) -> None:
     """Verify every kernel of a model on random integers. Raises `BackendError`, which names the wrong kernels."""
-    reasons = [(node, kernel, misfit(kernel, node)) for node, kernel in kernels_of(model)]
+    limits = _tolerances(model)
+    reasons = [(node, kernel, misfit(kernel, node, limits)) for node, kernel in kernels_of(model)]
     wrong = [f"{info(node).path or node.name} ({kernel.described.name}): {why}" for node, kernel, why in reasons if why]
     if wrong:
         raise BackendError(
@@ -108,7 +111,14 @@ def _differences(made_on: Mapping[str, str]) -> str:
     return "; ".join(text for name, text in zip(here, different, strict=True) if made_on.get(name) != here[name])
 
 
-def misfit(kernel: Kernel, node: fx.Node) -> str | None:
+def _tolerances(model: fx.GraphModule) -> Tolerances:
+    """Tolerances with which the recipe of a model verified its kernels; the default ones, if it did not."""
+    recipe: Recipe | None = getattr(model, "recipe", None)
+    steps = recipe.pipeline if recipe is not None else ()
+    return next((step for step in steps if isinstance(step, VerifyLowering)), VerifyLowering())
+
+
+def misfit(kernel: Kernel, node: fx.Node, limits: Tolerances) -> str | None:
     """Reason why a kernel is wrong on this machine; None if no error is found.
 
     The kernel checks the machine itself, and is then compared with its q/dq form on random integers of the example's
@@ -137,7 +147,7 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
         except Exception as error:
             return f"it raised {type(error).__name__}: {words_of(error)}"
         if len(info(node).lowered.plans) > 1:
-            return _region_difference(module, form_inputs, got)
+            return _region_difference(module, form_inputs, got, limits)
         expected = module(*form_inputs)
     pairs = [pair for y in got for pair in zip(tensors(expected), tensors(y), strict=True)]
     rounded = kernel.rounded_result(*kernel_inputs)
@@ -145,25 +155,26 @@ def misfit(kernel: Kernel, node: fx.Node) -> str | None:
     return next((why for why in (_difference(*pair, rounding) for pair in pairs) if why is not None), None)
 
 
-def _region_difference(module: fx.GraphModule, inputs: Sequence[Tensor], got: Sequence[Any]) -> str | None:
+def _region_difference(
+    module: fx.GraphModule, inputs: Sequence[Tensor], got: Sequence[Any], limits: Tolerances
+) -> str | None:
     """Describe a difference between results of a kernel of several units and its q/dq form; None if there is none.
 
     Values inside that are near a tie may be rounded either way, and later values follow, see `difference`.
+
+    Args:
+        module: the form.
+        inputs: inputs of the form.
+        got: results of the kernel, called directly and bound to its inputs.
+        limits: the tolerances.
     """
     region = whole_region(module.graph)
     values = dict(zip(region.inputs, inputs, strict=True)) | weights_in(module, region)
     expected = run_region(module, region, values)
-    reasons = (difference(module, region, values, expected, result, _Tolerances()) for result in got)
+    first, *others = got
+    results = [first, *(y for y in others if not all(map(identical, tensors(y), tensors(first))))]
+    reasons = (difference(module, region, values, expected, result, limits) for result in results)
     return next((f"it is {why}" if why.startswith("off") else why for why in reasons if why is not None), None)
-
-
-@dataclass(frozen=True)
-class _Tolerances:
-    """Tolerated differences of kernels of several units: those with which `verify-lowering` verified them."""
-
-    tolerance: float = 0.01
-    float_tolerance: float = 1e-4
-    sum_tolerance: float = 1e-6
 
 
 MAX_RANDOM_ELEMENTS = 1 << 28

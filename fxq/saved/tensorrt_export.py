@@ -15,7 +15,7 @@ from fxq.graph.query import DYNAMIC_GRID_OPS, constant, is_op
 from fxq.graph.unit import calls_of
 from fxq.quant.qparams import QParams
 
-_REMEDY = 'Quantize with backend="tensorrt", which chooses grids and units as TensorRT takes them'
+_REMEDY = 'Quantize the float model with backend="tensorrt", which chooses grids and units as TensorRT takes them'
 _INT8 = torch.iinfo(torch.int8)
 
 

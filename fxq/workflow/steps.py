@@ -15,10 +15,9 @@ import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
 from fxq.backends.lower_graph import lowered_copy
+from fxq.calibration.calibration_state import summary
 from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
-from fxq.common.checksums import checksum
 from fxq.common.data import Batch, as_batch, check_batch, device_of
-from fxq.common.metrics import tensors
 from fxq.common.ranks import Ranks
 from fxq.cost.cache import machine_costs
 from fxq.cost.prices import least_share
@@ -262,15 +261,10 @@ def converted(
     if ranks is not None:
         context = manager.context
         context.ranks, context.progress = ranks, context.progress if ranks.rank == 0 else bool(context.progress)
-        list(ranks.exchanged(lambda: None, about=_calibration_of(context)))
+        state = summary(observed, observed.manager.context)
+        list(ranks.exchanged(lambda: None, about=f"the conversion of the weights, ranges and samples {state}"))
     manager, reduced, left = to_qdq(manager, qdq_cache)
     return finished(manager, left, reduced)
-
-
-def _calibration_of(context: Context) -> str:
-    """Description of the recorded samples, equal on ranks that calibrated together."""
-    marks = [checksum(t) for batch in context.samples for t in tensors((batch.args, batch.kwargs))]
-    return f"the conversion of a model that recorded {len(context.samples)} batches with the checksums {marks}"
 
 
 @dataclass(frozen=True)

@@ -417,6 +417,19 @@ def test_verify_tells_rounding_on_the_way_from_a_step_too_much(net, monkeypatch)
         pickle.loads(data).verify()
 
 
+def test_verify_has_the_tolerances_of_the_recipe(net, monkeypatch):
+    monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: lambda *xs: wrong(form(*xs)))
+    tolerant = fxq.passes.VerifyLowering(tolerance=300.0, float_tolerance=1e3)
+    fxq.quantize(
+        net[0], ENGINE.without_pass("verify-lowering").insert_pass(tolerant, after="lower"), data=[net[1]]
+    ).verify()
+    with pytest.raises(fxq.FxqError, match="kernels are wrong on this machine"):
+        monkeypatch.undo()
+        kept = pickle.dumps(quantized(net))
+        monkeypatch.setattr(own.WholeRegion, "build", lambda self, form: lambda *xs: wrong(form(*xs)))
+        pickle.loads(kept).verify()
+
+
 def test_a_step_too_much_on_the_way_is_an_error(net, monkeypatch):
     monkeypatch.setattr(own.WholeRegion, "build", inside(lambda grid: {"zero_point": grid["zero_point"] + 1}))
     with pytest.warns(fxq.FxqWarning, match="the tests.region kernel is wrong on this machine: .*off by"):

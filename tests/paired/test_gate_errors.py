@@ -113,6 +113,23 @@ def test_single_steps_of_a_stream_are_added_up():
     assert changed.abs().max() > 1e-4
 
 
+class Again(fxq.passes.CorrectBias):
+    name = "correct-bias-again"
+
+
+def test_a_second_run_changes_nothing():
+    model, x = States("lstm"), inputs()
+    recipe = REFERENCE.insert_pass(Again(), after="correct-bias")
+    once, twice = (quantized(model, r, x).qparams()["layer.l0"].biases for r in (REFERENCE, recipe))
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def test_without_other_layers_no_integer_graph_runs(monkeypatch):
+    monkeypatch.setattr("fxq.passes.correct_bias._fit", lambda *_: pytest.fail("there is nothing to fit"))
+    model, x = States("lstm"), inputs(samples=16)
+    assert quantized(model, REFERENCE, x).qparams()["layer.l0"].biases["bias_ih"].ne(model.layer.bias_ih_l0).any()
+
+
 def test_layers_without_biases_stay_as_they_are():
     model = States("lstm", bias=False)
     plain, corrected = (quantized(model, recipe, inputs()) for recipe in (PLAIN, REFERENCE))

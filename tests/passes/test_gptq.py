@@ -148,6 +148,16 @@ class Tied(nn.Module):
         return self.table(tokens), self.head(x)
 
 
+def test_layers_with_inputs_that_overflow_keep_their_integers():
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)).eval()
+    data = [1e20 * correlated(16, 32)]
+    plain, qmodel = (fxq.quantize(model, r, data=data) for r in (FOUR_BITS.without_pass("gptq"), FOUR_BITS))
+    assert not qmodel.history["gptq"].edits and torch.equal(plain(data[0]), qmodel(data[0]))
+    assert {row.reason for row in qmodel.ledger} == {
+        "gptq leaves its integers: its inputs are too large, or not finite"
+    }
+
+
 def test_the_table_of_a_tied_head_gets_its_integers():
     torch.manual_seed(0)
     model, config = Tied().eval(), FOUR_BITS.config

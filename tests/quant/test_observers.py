@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import fxq
 from fxq.errors import CalibrationError, InputError, RecipeError
 from fxq.quant import histogram
 from fxq.quant.observer_base import Observer
@@ -638,6 +639,17 @@ def test_a_range_of_the_users_that_is_none(method, returned, why):
     observer(torch.randn(8))
     with pytest.raises(CalibrationError, match=rf"conv1's input: {method}\(\) of the observer '.*Own' {why}"):
         observer.qparams()
+
+
+class Nothing(MinMax):
+    def range(self):
+        return None
+
+
+def test_a_range_that_is_none_is_named_when_a_model_is_quantized():
+    spec = fxq.TensorSpec(observer="tests.quant.test_observers:Nothing")
+    with pytest.raises(CalibrationError, match=r"range\(\) of the observer 'Nothing' returned None"):
+        fxq.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), fxq.Recipe.static(activation=spec), data=[torch.rand(2, 4)])
 
 
 def test_a_clipped_range_has_the_shape_of_the_range():

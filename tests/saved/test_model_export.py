@@ -162,12 +162,31 @@ def test_openvino_takes_tables_of_integers(tmp_path):
         torch.testing.assert_close(torch.from_numpy(compiled(more.numpy())[0]), qmodel(more), rtol=1e-4, atol=1e-4)
 
 
+class First(nn.Module):
+    """First result of a layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
 @pytest.mark.parametrize(
     ("net", "x", "blocks"),
     [
         (nn.Linear(100, 4), torch.rand(2, 100), 64),
         (nn.Conv1d(20, 4, 3), torch.rand(2, 20, 9), 36),
         (nn.Conv2d(23, 4, 3), torch.rand(1, 23, 5, 5), 64),
+        (
+            nn.Linear(33, 16),
+            torch.rand(16, 33),
+            11,
+        ),  # OpenVINO's own products of an odd number of 4-bit values are wrong
+        (nn.Linear(33, 16), torch.rand(16, 33), "channel"),
+        (First(nn.LSTM(10, 12)), torch.rand(5, 1, 10), 8),
+        (First(nn.GRU(10, 12, bias=False)), torch.rand(5, 1, 10), 8),
     ],
 )
 def test_openvino_takes_blocks_that_do_not_divide_a_row(net, x, blocks, tmp_path):

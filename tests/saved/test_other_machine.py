@@ -97,7 +97,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
 def test_the_form_of_every_kernel_computes_what_the_kernel_does(name):
     qmodel = fxq.quantize(models.build(name), grids_of_7_bits(), data=[models.batch(name)])
     for node, kernel in elsewhere.kernels_of(qmodel):
-        assert kernel.form is not None and elsewhere.misfit(kernel, node) is None, node
+        assert kernel.form is not None and elsewhere.misfit(kernel, node, fxq.passes.VerifyLowering()) is None, node
 
 
 @pytest.mark.one_in(2)
@@ -113,7 +113,7 @@ def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, sy
     node_kernels = list(elsewhere.kernels_of(qmodel))
     assert len(node_kernels) == 4
     for node, kernel in node_kernels:
-        assert elsewhere.misfit(kernel, node) is None, node
+        assert elsewhere.misfit(kernel, node, fxq.passes.VerifyLowering()) is None, node
 
 
 def pickled_elsewhere(qmodel):

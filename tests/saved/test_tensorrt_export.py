@@ -139,7 +139,7 @@ def test_values_below_the_calibrated_range_use_one_integer_more(tmp_path):
     assert not torch.allclose(qmodel(x).flatten(), wanted, rtol=1e-4)  # here: -127
 
 
-REMEDY = 'Quantize with backend="tensorrt"'
+REMEDY = 'Quantize the float model with backend="tensorrt"'
 
 
 @pytest.mark.parametrize(
@@ -232,3 +232,27 @@ def test_a_file_that_is_read_is_written_for_tensorrt_again(net, x, count, tmp_pa
     assert check_as_documented(second) == count
     (first,), (got,) = (exact_session(tmp_path / name).run(None, {"x": x.numpy()}) for name in ("m.onnx", "again.onnx"))
     assert (first == got).all()
+
+
+def test_a_file_whose_output_is_quantized_is_written_again(tmp_path):
+    """No unit reads the last grid: it is signed, since the unit that computes the value has signed grids."""
+    make, constant = onnx.helper.make_node, onnx.numpy_helper.from_array
+    weight = torch.randint(-100, 100, (16, 8), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    grids = {"s": torch.tensor(0.03), "z": torch.tensor(0).to(torch.int8)}
+    grids |= {"w": weight, "ws": torch.full((8,), 0.01), "wz": torch.zeros(8, dtype=torch.int8)}
+    nodes = [
+        make("QuantizeLinear", ["x", "s", "z"], ["xq"]), make("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        make("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=1), make("MatMul", ["xd", "wd"], ["y"]),
+        make("QuantizeLinear", ["y", "s", "z"], ["yq"]), make("DequantizeLinear", ["yq", "s", "z"], ["out"]),
+    ]  # fmt: skip
+    kinds = (("x", [3, 16]), ("out", [3, 8]))
+    x, out = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in kinds)
+    graph = onnx.helper.make_graph(nodes, "g", [x], [out], [constant(v.numpy(), k) for k, v in grids.items()])
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "m.onnx")
+    rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    qmodel = fxq.quantize(tmp_path / "m.onnx", fxq.Recipe.stored(backend="tensorrt"), example_inputs=rows)
+    again = onnx.load(qmodel.export(tmp_path / "again.onnx", target="tensorrt"))
+    assert check_as_documented(again) == 5
+    (wanted,) = exact_session(tmp_path / "m.onnx").run(None, {"x": rows.numpy()})
+    torch.testing.assert_close(qmodel(rows), torch.from_numpy(wanted), rtol=0, atol=1e-6)

@@ -25,7 +25,7 @@ _SUMS_AT_ONCE = 8
 _ARM_LANES = 4
 """Numbers of 32 bits in a register of ARM."""
 _NO_BYTE = 255
-"""Number of no byte of a vector: ARM reads 0 there."""
+"""Index beyond the end of a vector: ARM reads 0 for it."""
 
 
 class Chunk8:

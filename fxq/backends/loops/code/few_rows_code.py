@@ -246,7 +246,8 @@ def _add_offsets(
 ) -> None:
     """Subtract 16 sums of each row of the input times offsets; `left` is the number of offsets if they may be fewer.
 
-    `x_bytes` are the bytes of the sums of a row of the input, and `first` of those before the 16.
+    `x_bytes` is the number of bytes from the sums of a row of the input to those of the next row, and `first` that of
+    the bytes before these 16 sums.
     """
     kind = totals[0][0].type.pointee
     numbers, size = ir.Constant(ir.VectorType(INT32, kind.count), list(range(kind.count))), 4 * kind.count

@@ -238,11 +238,10 @@ def multiply_integers(
         arranged.ctypes.data, pairs.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes,
         bits, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
     )  # fmt: skip
-    arranged[0, 0], pairs[0, 0], grids[0, 0] = (
-        0,
-        0,
-        x_sums[0, 0],
-    )  # keeps all arrays alive until here, as only addresses are used
+    # These keep the arrays alive until here, since only their addresses are used.
+    grids[0, 0] = x_sums[0, 0]
+    arranged[0, 0] = 0
+    pairs[0, 0] = 0
 
 
 @compiled("f* i i i f i i i i i i i i i i i")

@@ -21,7 +21,7 @@ def fold_functions(steps: Sequence[ProgramStep]) -> list[ProgramStep]:
     kept = list[ProgramStep]()
     for step in steps:
         of_result = readers.get(step.out.root, [])
-        if _is_slope(step) and of_result and all(_can_apply(reader, step.out) for reader in of_result):
+        if _is_sloped_relu(step) and of_result and all(_can_apply(reader, step.out) for reader in of_result):
             for reader in of_result:
                 assert isinstance(step, PointwiseStep) and isinstance(reader, PointwiseStep)
                 reader.x, reader.x_grid, reader.function = step.x, step.x_grid, step.function
@@ -32,7 +32,7 @@ def fold_functions(steps: Sequence[ProgramStep]) -> list[ProgramStep]:
     return kept
 
 
-def _is_slope(step: ProgramStep) -> bool:
+def _is_sloped_relu(step: ProgramStep) -> bool:
     """Whether a step computes nothing but the function, for floats that stay in the program."""
     is_alone = isinstance(step, PointwiseStep) and step.y is None and step.out.base == ARENA and step.out.parent is None
     return is_alone and step.grid is None and step.function.name == "prelu"

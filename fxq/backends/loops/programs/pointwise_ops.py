@@ -44,13 +44,10 @@ def dequantize(plan: StepBuilder, x: Any, *, scale: Any, zero_point: Any, **_: A
 @plans("add")
 def add(plan: StepBuilder, x: Any, other: Any, *, alpha: float) -> PlannedValue:
     refuse(alpha != 1, "its alpha is not 1")
-    for value, residual in ((x, other), (other, x)):
-        if plan.can_add_residual(value, residual):
-            value.step.residual, value.step.residual_grid = residual.area, residual.grid
-            return value
-    for value, residual in ((x, other), (other, x)):
-        if plan.add_floats(value, residual):
-            return value
+    for add_in_step in (plan.add_integers, plan.add_floats):
+        for value, residual in ((x, other), (other, x)):
+            if add_in_step(value, residual):
+                return value
     return binary(plan, x, other, False)
 
 

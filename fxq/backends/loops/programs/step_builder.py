@@ -214,34 +214,34 @@ class StepBuilder:
         applied.step.function = function
         return applied
 
-    def can_add_residual(self, value: Any, residual: Any) -> bool:
-        """Whether the layer that computes a value can add integers, `residual`: they must exist before it runs."""
-        if not isinstance(value, PlannedValue) or not isinstance(residual, PlannedValue) or value.step is None:
+    def add_integers(self, value: Any, residual: Any) -> bool:
+        """Add integers in the step of the layer that computes a value, if that can, and they exist before it runs."""
+        if not _have_same_form(value, residual) or residual.step is not None or residual.grid is None:
             return False
         step, area = value.step, residual.area
-        is_same_shape = value.area.shape == area.shape and (value.rank, value.axis) == (residual.rank, residual.axis)
-        is_settled = residual.step is None and residual.grid is not None and area.base == ARENA
-        following = self.steps[self.steps.index(step) :]
-        is_before = (
-            isinstance(step, ProductStep)
-            and step.can_fold_scale
-            and not any(later_step.out.root is area.root for later_step in following)
-        )
-        return is_same_shape and is_settled and is_before
-
-    def add_floats(self, value: Any, other: Any) -> bool:
-        """Add a float value in the step of an integer layer, if that can, and the value exists before it runs."""
-        if not isinstance(value, PlannedValue) or not isinstance(other, PlannedValue):
+        if not isinstance(step, ProductStep) or not step.can_fold_scale or area.base != ARENA:
             return False
-        step, is_same_kind = value.step, (value.rank, value.axis) == (other.rank, other.axis)
-        if not isinstance(step, ProductStep) or not step.can_add_floats or value.area.shape != other.area.shape:
+        if self._is_written_from(step, area):
             return False
-        following, area = self.steps[self.steps.index(step) :], other.area if other.step is None else other.step.out
-        is_float = other.step is not None or (other.area.is_float and area.base == ARENA)
-        if not is_same_kind or not is_float or any(later_step.out.root is area.root for later_step in following):
-            return False
-        step.residual, step.residual_grid = self.settle(other, None).area, None
+        step.residual, step.residual_grid = area, residual.grid
         return True
+
+    def add_floats(self, value: Any, residual: Any) -> bool:
+        """Add floats in the step of the layer that computes a value, if that can, and they exist before it runs."""
+        if not _have_same_form(value, residual):
+            return False
+        step, area = value.step, residual.area if residual.step is None else residual.step.out
+        is_float = residual.step is not None or (residual.area.is_float and area.base == ARENA)
+        if not isinstance(step, ProductStep) or not step.can_add_floats or not is_float:
+            return False
+        if self._is_written_from(step, area):
+            return False
+        step.residual, step.residual_grid = self.settle(residual, None).area, None
+        return True
+
+    def _is_written_from(self, step: ProgramStep, area: Area) -> bool:
+        """Whether a step, or one after it, writes an area."""
+        return any(later.out.root is area.root for later in self.steps[self.steps.index(step) :])
 
     def move(
         self,
@@ -280,3 +280,10 @@ class StepBuilder:
             return self.settle(quantized, grid)
         x = self.read(value)
         return self.settle(self.add(PointwiseStep, x, x=x.area, x_grid=x.grid), grid)
+
+
+def _have_same_form(value: Any, other: Any) -> bool:
+    """Whether two values of the region have equal shapes and axes."""
+    if not isinstance(value, PlannedValue) or not isinstance(other, PlannedValue):
+        return False
+    return value.area.shape == other.area.shape and (value.rank, value.axis) == (other.rank, other.axis)
