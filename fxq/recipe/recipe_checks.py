@@ -151,6 +151,9 @@ _RANGES: dict[Role, tuple[str, ...]] = {
 
 def _unsupported_spec(role: Role, spec: TensorSpec) -> Iterator[str]:
     """Reasons why the spec of a role is not supported."""
+    if (spec.per if spec.block is None else "a block size") not in _PER[role]:
+        choices = " or ".join("a block size" if per == "a block size" else f'per="{per}"' for per in _PER[role])
+        yield f"per={spec.per!r} for the {role} is not supported yet: use {choices}."
     if spec.range not in _RANGES[role]:
         choices = " or ".join(f'range="{name}"' for name in _RANGES[role])
         yield f'range="{spec.range}" for the {role} is not supported yet: use {choices}.'
@@ -162,9 +165,6 @@ def _unsupported_spec(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield 'a state has a dynamic range per="row", or a calibrated or fixed one (-1..1) per="tensor".'
     if spec.format != "integer" and role != "weight":
         yield f'format="{spec.format}" for the {role} is not supported yet: it is for weights.'
-    if (spec.per if spec.block is None else "a block size") not in _PER[role]:
-        choices = " or ".join("a block size" if per == "a block size" else f'per="{per}"' for per in _PER[role])
-        yield f"per={spec.per!r} for the {role} is not supported yet: use {choices}."
 
 
 def check_selectors(

@@ -29,6 +29,10 @@ CASES = {
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
         'per=64 for the activation .*: use per="tensor" or per="row"',
     ),
+    "blocks of a state": (
+        fxq.QuantConfig(state=fxq.TensorSpec(bits=4, per=32, range="dynamic")),
+        'per=32 for the state is not supported yet: use per="row" or per="tensor"',
+    ),
     "per channel": (fxq.QuantConfig(replace(ACTIVATION, per="channel")), "per='channel' for the activation"),
     "groups": (
         fxq.QuantConfig(weight=replace(WEIGHT, bits=4, per=64)),
