@@ -23,7 +23,7 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.place import where
 from fxq.graph.query import arguments_of, submodule
 from fxq.graph.region import Region
-from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, difference, largest_value
+from fxq.graph.region_difference import FLOAT32, MAX_KERNEL_VALUE, DefaultTolerances, difference, largest_value
 from fxq.graph.region_run import RegionOutput, run_region, weights_in
 from fxq.graph.run import Runner
 from fxq.pipeline.context import Context
@@ -61,9 +61,9 @@ class VerifyLowering(Pass):
         sizes: whether kernels are verified at other sizes, too: one sample, other shapes, other image sizes.
     """
 
-    tolerance: float = 0.01
-    float_tolerance: float = 1e-4
-    sum_tolerance: float = 1e-6
+    tolerance: float = DefaultTolerances.tolerance
+    float_tolerance: float = DefaultTolerances.float_tolerance
+    sum_tolerance: float = DefaultTolerances.sum_tolerance
     sizes: bool = True
 
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,15 @@ class Tolerances(Protocol):
     @property
     def sum_tolerance(self) -> float:
         """Tolerance relative to the magnitude of the terms that are added up."""
+
+
+@dataclass(frozen=True)
+class DefaultTolerances:
+    """Tolerances where a recipe gives no others."""
+
+    tolerance: float = 0.01
+    float_tolerance: float = 1e-4
+    sum_tolerance: float = 1e-6
 
 
 def difference(

@@ -21,9 +21,8 @@ from fxq.graph.grid import grid_of
 from fxq.graph.info import info
 from fxq.graph.query import is_op, options_of, submodule
 from fxq.graph.region import whole_region
-from fxq.graph.region_difference import Tolerances, difference
+from fxq.graph.region_difference import DefaultTolerances, Tolerances, difference
 from fxq.graph.region_run import run_region, weights_in
-from fxq.passes.verify_lowering import VerifyLowering
 from fxq.quant.qparams import QParams
 from fxq.recipe.recipe import Recipe
 
@@ -114,8 +113,8 @@ def _differences(made_on: Mapping[str, str]) -> str:
 def _tolerances(model: fx.GraphModule) -> Tolerances:
     """Tolerances with which the recipe of a model verified its kernels; the default ones, if it did not."""
     recipe: Recipe | None = getattr(model, "recipe", None)
-    steps = recipe.pipeline if recipe is not None else ()
-    return next((step for step in steps if isinstance(step, VerifyLowering)), VerifyLowering())
+    steps: Sequence[Any] = recipe.pipeline if recipe is not None else ()
+    return next((step for step in steps if step.name == "verify-lowering"), DefaultTolerances())
 
 
 def misfit(kernel: Kernel, node: fx.Node, limits: Tolerances) -> str | None:

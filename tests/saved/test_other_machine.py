@@ -14,6 +14,7 @@ from fxq.backends.qdq_form import FallbackKernel
 from fxq.backends.x86.onednn_conv import OnednnConv
 from fxq.common.metrics import sqnr, tensors
 from fxq.errors import BackendError, FxqWarning
+from fxq.graph.region_difference import DefaultTolerances
 from fxq.saved import other_machine as elsewhere
 from tests.support import elsewhere as other_process
 from tests.support import models
@@ -97,7 +98,7 @@ def test_a_pickle_on_another_cpu(pickles, there):
 def test_the_form_of_every_kernel_computes_what_the_kernel_does(name):
     qmodel = fxq.quantize(models.build(name), grids_of_7_bits(), data=[models.batch(name)])
     for node, kernel in elsewhere.kernels_of(qmodel):
-        assert kernel.form is not None and elsewhere.misfit(kernel, node, fxq.passes.VerifyLowering()) is None, node
+        assert kernel.form is not None and elsewhere.misfit(kernel, node, DefaultTolerances()) is None, node
 
 
 @pytest.mark.one_in(2)
@@ -113,7 +114,7 @@ def test_the_form_of_a_layer_that_measures_computes_what_the_kernel_does(per, sy
     node_kernels = list(elsewhere.kernels_of(qmodel))
     assert len(node_kernels) == 4
     for node, kernel in node_kernels:
-        assert elsewhere.misfit(kernel, node, fxq.passes.VerifyLowering()) is None, node
+        assert elsewhere.misfit(kernel, node, DefaultTolerances()) is None, node
 
 
 def pickled_elsewhere(qmodel):
