@@ -18,7 +18,7 @@ from fxq.graph.info import info
 from fxq.graph.query import constant, is_op, swapped
 from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
-from fxq.paired.estimate import ShrunkMean
+from fxq.paired.estimate import MIN_PART_VALUES, PARTS, ShrunkMean, WaitingPairs
 from fxq.paired.gate_errors import GateErrors, see_gates
 from fxq.paired.paired_run import PairedRun, float_side, integer_side
 from fxq.pipeline.context import Context
@@ -116,7 +116,7 @@ class CorrectBias(Pass):
         """Fit new layers to pieces of the samples. `count` is the number of all pieces; None: these are all."""
         layers = self._layers(rewriter)
         for layer in layers.values():
-            layer.parts = -(-_PARTS // (count or len(pieces)))
+            layer.parts = -(-PARTS // (count or len(pieces)))
         self._fit_more(rewriter, pieces, floats, layers)
         return layers
 
@@ -187,10 +187,6 @@ _MIN_TEST_PIECES = 3
 """Number of held-out pieces from which one test is enough. With fewer, each half is tested on the other."""
 _MIN_BATCHES = 8
 """Number of batches from which a fit is used without a test, where batches cannot be divided into samples."""
-_PARTS = 32
-"""Number of parts of the samples whose statistics are compared, if there are enough values."""
-_MIN_PART_VALUES = 16
-"""Minimum number of values per channel in a part: with fewer, a standard deviation says little."""
 _MIN_RELATIVE_VARIANCE = 1e-10
 """Variance relative to the largest squared mean, below which a channel is constant up to float32 rounding."""
 _MAX_CORRECTION = 0.1
@@ -209,8 +205,7 @@ class _Layer:
         scale: scales of the weight, (C,) or one per group of channels; None if they are not fitted.
         least: number of values per channel from which the layer is corrected.
         parts: number of parts that the values of a batch are split into, if there are enough.
-        waiting: integer and float results, (1, C, N) each, that are not enough for a part yet.
-        values: number of values per channel in the parts so far.
+        pairs: integer and float results, (1, C, N) each, that are not enough for a part yet.
         level: mean of the integer result, by channel.
         shift: mean of the float result minus that of the integer result, by channel.
         gain: logarithm of the standard deviation of the float result relative to the integer result, for each scale.
@@ -227,8 +222,7 @@ class _Layer:
     scale: Tensor | None
     least: int
     parts: int = 1
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    values: int = 0
+    pairs: WaitingPairs = field(default_factory=lambda: WaitingPairs(axis=2))
     level: ShrunkMean = field(default_factory=ShrunkMean)
     shift: ShrunkMean = field(default_factory=ShrunkMean)
     gain: ShrunkMean = field(default_factory=ShrunkMean)
@@ -256,14 +250,12 @@ class _Layer:
 
     def _compare(self, got: Tensor, wanted: Tensor) -> None:
         """Update the fit with an integer and a float result, once there are enough values for a part."""
-        self.waiting.append((self._by_channel(got), self._by_channel(wanted)))
-        count = sum(rows[:, 0].numel() for rows, _ in self.waiting)
-        if count < _MIN_PART_VALUES:
+        rows = self._by_channel(got)
+        joined = self.pairs.joined(rows, self._by_channel(wanted), rows[:, 0].numel())
+        if joined is None:
             return
-        pair = [torch.cat(rows, 2) if len(rows) > 1 else rows[0] for rows in zip(*self.waiting, strict=True)]
-        self.waiting.clear()
-        self.values += count
-        parts = min(self.parts, count // _MIN_PART_VALUES)
+        *pair, count = joined
+        parts = min(self.parts, count // MIN_PART_VALUES)
         chunks = -(-parts // len(pair[0]))  # of each sample
         moments: list[tuple[Tensor, ...]] = []
         for got_chunk, wanted_chunk in zip(*(rows.tensor_split(chunks, 2) for rows in pair), strict=True):
@@ -273,16 +265,16 @@ class _Layer:
             torch.stack(of_chunks, 1).flatten(0, 1) for of_chunks in zip(*moments, strict=True)
         )
         self._add((mean, variance), (mean_wanted, variance_wanted))
-        if self.values >= self.least:
+        if self.pairs.count >= self.least:
             factor = self._factor()
             self.line = factor, self.shift() + (1 - factor) * self.level.mean
 
     def _by_channel(self, x: Tensor) -> Tensor:
         """Values by channel, (1, C, N); (samples, C, N) if no part has values of two samples, which copies nothing."""
-        if self.axis % x.dim() == 1 and self.used is None and not self.waiting:
+        if self.axis % x.dim() == 1 and self.used is None and not self.pairs.waiting:
             chunks, size = max(self.parts // len(x), 1), x[0, 0].numel()
             divides = self.parts in (chunks * len(x), math.gcd(self.parts, len(x)))
-            if divides and size % chunks == 0 and size >= _MIN_PART_VALUES * chunks:
+            if divides and size % chunks == 0 and size >= MIN_PART_VALUES * chunks:
                 return x.flatten(2)
         rows = x.movedim(self.axis, 0)
         fits = self.used is not None and self.used.shape == rows.shape[1:]  # a unit may return less than its layer

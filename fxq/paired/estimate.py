@@ -1,4 +1,4 @@
-"""Mean over parts of the samples, shrunk by its noise (James and Stein)."""
+"""Statistics over parts of the samples: their mean, shrunk by its noise (James and Stein), and what a part needs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,44 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+PARTS = 32
+"""Number of parts of the samples whose statistics are compared, if there are enough values."""
+MIN_PART_VALUES = 16
+"""Minimum number of values per channel in a part: with fewer, a standard deviation says little."""
+
+
+@dataclass
+class WaitingPairs:
+    """Values in two forms, for example in float and rounded, which wait until there are enough for a part.
+
+    Attributes:
+        axis: axis along which the values of several batches are joined.
+        count: number of values per channel that have left so far.
+        waiting: values in both forms, and their number per channel, which wait.
+    """
+
+    axis: int
+    count: int = 0
+    waiting: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+    def joined(self, one: Tensor, other: Tensor, count: int) -> tuple[Tensor, Tensor, int] | None:
+        """Add values in both forms, and return all that wait, joined, if there are enough for a part; else None.
+
+        Args:
+            one: values in the first form.
+            other: values in the second form, of the shape of `one`.
+            count: number of values per channel in each of them.
+        """
+        self.waiting.append((one, other, count))
+        ones, others, counts = zip(*self.waiting, strict=True)
+        if sum(counts) < MIN_PART_VALUES:
+            return None
+        self.waiting.clear()
+        self.count += sum(counts)
+        if len(ones) == 1:
+            return one, other, count
+        return torch.cat(ones, self.axis), torch.cat(others, self.axis), sum(counts)
 
 
 @dataclass

@@ -15,17 +15,12 @@ from fxq.graph.query import constant, is_op, op_of, options_of, plan_of, read_at
 from fxq.graph.region import packing_of
 from fxq.graph.unit import OpCall, calls_of
 from fxq.ops.recurrent import on_affine_grid, on_grid
-from fxq.paired.estimate import ShrunkMean
+from fxq.paired.estimate import MIN_PART_VALUES, PARTS, ShrunkMean, WaitingPairs
 from fxq.paired.paired_run import PairedRun
 from fxq.pipeline.float_values import LayerValues
 from fxq.quant.dynamic_grid import Grid
 from fxq.quant.qparams import dequantize
 from fxq.rewriting.rewriter import Rewriter
-
-_PARTS = 32
-"""Number of parts of the samples whose means are compared, if there are enough time steps."""
-_MIN_PART_STEPS = 16
-"""Minimum number of time steps in a part."""
 
 
 @dataclass
@@ -37,8 +32,7 @@ class _Product:
         bias: values of its float bias, (gates * H,).
         real: float weight, (gates * H, C).
         rounded: weight on its grid, of the same shape.
-        waiting: values that it reads and what they are rounded to, of steps that are too few for a part yet.
-        steps: number of time steps in the parts so far.
+        pairs: values that it reads and what they are rounded to, of steps that are too few for a part yet.
         error: mean of the float product minus the rounded one.
     """
 
@@ -46,8 +40,7 @@ class _Product:
     bias: Tensor
     real: Tensor
     rounded: Tensor
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    steps: int = 0
+    pairs: WaitingPairs = field(default_factory=lambda: WaitingPairs(axis=0))
     error: ShrunkMean = field(default_factory=ShrunkMean)
 
     @classmethod
@@ -68,22 +61,19 @@ class _Product:
 
     def add(self, x: Tensor, rounded: Tensor, parts: int) -> None:
         """Add values that the product reads, in float and rounded, float32 (steps, C), in at most `parts` parts."""
-        self.waiting.append((x, rounded))
-        count = sum(len(rows) for rows, _ in self.waiting)
-        if count < _MIN_PART_STEPS:
+        joined = self.pairs.joined(x, rounded, len(x))
+        if joined is None:
             return
-        pair = [torch.cat(rows) for rows in zip(*self.waiting, strict=True)]
-        self.waiting.clear()
-        self.steps += count
+        *pair, count = joined
         mean, mean_rounded = (
-            torch.stack([part.double().mean(0) for part in rows.tensor_split(min(parts, count // _MIN_PART_STEPS))])
+            torch.stack([part.double().mean(0) for part in rows.tensor_split(min(parts, count // MIN_PART_VALUES))])
             for rows in pair
         )
         self.error.add((mean - mean_rounded) @ self.real.T + mean_rounded @ (self.real - self.rounded).T)
 
     def corrected(self, least: int) -> Tensor:
         """Bias plus the mean error, shrunk by its noise; the bias alone, if there are fewer than `least` time steps."""
-        return self.bias if self.steps < least else (self.bias.double() + self.error()).to(self.bias)
+        return self.bias if self.pairs.count < least else (self.bias.double() + self.error()).to(self.bias)
 
 
 @dataclass
@@ -164,5 +154,5 @@ def see_gates(gm: fx.GraphModule, batches: Sequence[Batch], floats: LayerValues,
         for node in run.reference.program.graph.nodes:
             if node in by_node:
                 for steps in run.float_steps(node):
-                    by_node[node].add(*steps, -(-_PARTS // len(batches)))
+                    by_node[node].add(*steps, -(-PARTS // len(batches)))
             run.reference.step(node)

@@ -203,6 +203,26 @@ def nncf_file(part: Part, is_transformer: bool, fast: bool = True) -> bytes:
     return content
 
 
+def nncf_model(part: Part, is_transformer: bool) -> Any:
+    """`openvino.Model` that NNCF's `quantize` makes of a part."""
+    import nncf
+
+    rows, kind = single(part.data), nncf.ModelType.TRANSFORMER if is_transformer else None
+    model = openvino_model(part)
+    wanted = {name for node in model.inputs for name in node.names}
+    items = [{name: value for name, value in row.items() if name in wanted} for row in rows]
+    return nncf.quantize(model, nncf.Dataset(items), subset_size=len(items), model_type=kind)
+
+
+def openvino_model(part: Part) -> Any:
+    """`openvino.Model` of the float part, by way of its ONNX file, whose inputs it names."""
+    import openvino
+
+    with tempfile.TemporaryDirectory() as folder:
+        content = float_onnx(part, folder).read_bytes()
+    return openvino.Core().read_model(content, b"")
+
+
 def onnxruntime_static(method: str) -> Contender:
     """ONNX Runtime's `quantize_static`: preprocessed, QDQ, per-channel weights; `method`: how ranges are found."""
     return lambda part, is_transformer: (_simulated(onnxruntime_file(part, method)), "")

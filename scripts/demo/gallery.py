@@ -4,10 +4,11 @@
     python -m scripts.demo.gallery --folder build/gallery      run with what was fetched
     python -m scripts.demo.gallery --only faces --only texts   some of the networks
 
-Every tool has its own defaults; fxq has backend="fastest", unless a note says otherwise. Of language models, the
-weights alone are quantized, to 8 bits or to 4 in blocks of 64, by fxq with its default backend. Models of fxq are
-saved, and loaded by another process, which cannot import the packages of the networks; "file" says whether its outputs
-are equal, bit for bit.
+Every tool has its own defaults; fxq has backend="fastest", unless a note says otherwise. What NNCF makes runs in
+OpenVINO: once in float32 apart from the integers, and once as OpenVINO does by default, where that is bfloat16. Of
+language models, the weights alone are quantized, to 8 bits or to 4 in blocks of 64, by fxq with its default backend.
+Models of fxq are saved, and loaded by another process, which cannot import the packages of the networks; "file" says
+whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
 calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
 to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a
@@ -26,6 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,9 @@ from torch.utils._pytree import tree_leaves
 
 import fxq
 from scripts.bench.accuracy import machine
-from scripts.bench.accuracy_contenders import float_onnx, nncf_file, onnxruntime_file, quiet
+from scripts.bench.accuracy_contenders import float_onnx, nncf_model, onnxruntime_file, openvino_model, quiet
 from scripts.bench.accuracy_subjects import Subject
-from scripts.bench.rivals import Made, onnx_call, onnx_session
+from scripts.bench.rivals import Made, onnx_call, onnx_session, openvino_bytes, openvino_call
 from scripts.bench.timing import threads_set_to
 from scripts.demo.gallery_subjects import EXHIBITS, Exhibit, install
 from scripts.demo.sequence_data import Missing, fetched
@@ -93,21 +95,41 @@ def as_it_is(part: Part, is_transformer: bool) -> Made:
     return Made(part.model, sum(t.nbytes for t in part.model.state_dict().values()))
 
 
-def nncf_weights(bits: int) -> Tool:
-    """ONNX file that NNCF's `compress_weights` makes of a part: 4 bits in blocks, 8 bits per channel."""
+def by_nncf(name: str, make: Callable[[Part, bool], Any]) -> dict[str, Tool]:
+    """Tools that make an `openvino.Model`, by name: OpenVINO runs it in each of the precisions that it would choose."""
 
-    def make(part: Part, is_transformer: bool) -> bytes:
+    def in_precision(precision: str) -> Tool:
+        def run(part: Part, is_transformer: bool) -> Made:
+            with quiet():
+                model = make(part, is_transformer)
+            return Made(openvino_call(model, precision), openvino_bytes(model))
+
+        return run
+
+    of_cpu = {"float32": "f32", "bfloat16": "bf16"} if has_bfloat16() else {"float32": "f32"}
+    return {f"{name}, {precision}": in_precision(hint) for precision, hint in of_cpu.items()}
+
+
+def has_bfloat16() -> bool:
+    """Whether OpenVINO computes in bfloat16 on this CPU by default."""
+    if find_spec("openvino") is None:
+        return False
+    import openvino
+
+    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def nncf_weights(bits: int) -> Callable[[Part, bool], Any]:
+    """NNCF's `compress_weights`: 4 bits in blocks, 8 bits per channel."""
+
+    def make(part: Part, is_transformer: bool) -> Any:
         import nncf
-        import onnx
 
         mode = nncf.CompressWeightsMode.INT4_SYM if bits == 4 else nncf.CompressWeightsMode.INT8_SYM
         sizes = {"group_size": BLOCK} if bits == 4 else {}
-        model = onnx.load_from_string(float_file(part, is_transformer))
-        with quiet():
-            content: bytes = nncf.compress_weights(model, mode=mode, **sizes).SerializeToString()
-        return content
+        return nncf.compress_weights(openvino_model(part), mode=mode, **sizes)
 
-    return by_file(make)
+    return make
 
 
 def onnxruntime_weights(bits: int) -> Tool:
@@ -128,20 +150,18 @@ def onnxruntime_weights(bits: int) -> Tool:
 
 
 FLOAT_TOOLS: dict[str, Tool] = {"float, PyTorch": as_it_is, "float, ONNX Runtime": by_file(float_file)}
-OTHER_TOOLS: dict[str, Tool] = {
-    "int8, NNCF": by_file(nncf_file),
-    "int8, ONNX Runtime": by_file(lambda part, is_transformer: onnxruntime_file(part)),
-}
 
 
 def tools_for(exhibit: Exhibit) -> dict[str, Tool]:
     """The tools for a network, by name: those for weights and activations, or those for weights alone."""
-    if not exhibit.weight_bits:
-        return {**FLOAT_TOOLS, "int8, fxq": own(exhibit.backend), **OTHER_TOOLS}
     tools = dict(FLOAT_TOOLS)
+    if not exhibit.weight_bits:
+        tools["int8, fxq"] = own(exhibit.backend)
+        tools |= by_nncf("int8, NNCF", nncf_model)
+        tools["int8, ONNX Runtime"] = by_file(lambda part, is_transformer: onnxruntime_file(part))
     for bits in exhibit.weight_bits:
         tools[f"int{bits}, fxq"] = own_weights(bits)
-        tools[f"int{bits}, NNCF"] = nncf_weights(bits)
+        tools |= by_nncf(f"int{bits}, NNCF", nncf_weights(bits))
         tools[f"int{bits}, ONNX Runtime"] = onnxruntime_weights(bits)
     return tools
 
