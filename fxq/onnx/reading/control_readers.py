@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from fxq.onnx.reading.graph_builder import Sizes, Traced
 from fxq.onnx.reading.reader import Reader, reads
+from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import refuse
 
 MAX_ITERATIONS = 1000
@@ -24,22 +27,52 @@ def constant(r: Reader, **attributes: Any) -> Any:
     return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
 
 
-def read_body(r: Reader, graph: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Read a graph inside of a node, which may use the values outside of it; return its outputs."""
+@contextmanager
+def _inside(r: Reader, values: dict[str, Any]) -> Iterator[None]:
+    """Read nodes of a graph inside of a node, which see the values outside of it and these."""
     outer, label, count = r.values, r.label, r.outputs
-    r.values = {**outer, **inputs}
-    for initializer in graph.initializer:
-        r.values[initializer.name] = r.declare(initializer)
-    r.read_all(graph.node)
-    results = tuple(r.value(output.name) for output in graph.output)
+    r.values = {**outer, **values}
+    yield
     r.values, r.label, r.outputs = outer, label, count
-    return results
+
+
+class _Body:
+    """Graph inside of a node, which is read once for each iteration, after what is equal in all of them.
+
+    Args:
+        r: reader of the graph outside.
+        graph: `onnx.GraphProto`.
+    """
+
+    def __init__(self, r: Reader, graph: Any) -> None:
+        self.reader, self.graph = r, graph
+        self.names = [value.name for value in graph.input]
+        varying = set(self.names)
+        self.nodes, equal = [], []
+        for node in graph.node:
+            nested = any(attribute.HasField("g") for attribute in node.attribute)
+            if nested or not varying.isdisjoint(node.input):
+                varying.update(node.output)
+                self.nodes.append(node)
+            else:
+                equal.append(node)
+        with _inside(r, {}):
+            for initializer in graph.initializer:
+                r.values[initializer.name] = r.declare(initializer)
+            r.read_all(equal)
+            self.values = dict(r.values)
+
+    def read(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Read an iteration with these inputs; return the outputs of the graph."""
+        with _inside(self.reader, {**self.values, **dict(zip(self.names, inputs, strict=True))}):
+            self.reader.read_all(self.nodes)
+            return tuple(self.reader.value(output.name) for output in self.graph.output)
 
 
 @reads("If")
 def branch(r: Reader, condition: Any, *, then_branch: Any, else_branch: Any) -> Any:
     refuse(isinstance(condition, Traced), "its condition is computed from data")
-    return read_body(r, then_branch if r.number(condition) else else_branch, {})
+    return _Body(r, then_branch if r.number(condition) else else_branch).read(())
 
 
 @reads("Loop")
@@ -49,21 +82,52 @@ def loop(r: Reader, count: Any, condition: Any, *carried: Any, body: Any) -> Any
     refuse(not isinstance(total, int), "its number of iterations depends on a dynamic size")
     refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
     refuse(isinstance(condition, Traced), "its condition is computed from data")
-    names = [value.name for value in body.input]
     values = list(carried)
     collected: list[list[Any]] = [[] for _ in range(len(body.output) - 1 - len(carried))]
     going = condition is None or bool(r.number(condition))
+    iteration = _Body(r, body)
     for i in range(total):
         if not going:
             break
-        inputs = dict(zip(names, [torch.tensor(i), torch.tensor(going), *values], strict=True))
-        again, *results = read_body(r, body, inputs)
+        again, *results = iteration.read([torch.tensor(i), torch.tensor(going), *values])
         refuse(isinstance(again, (Traced, Sizes)), "its condition is computed from data")
         going, values = bool(again), results[: len(carried)]
         for kept, result in zip(collected, results[len(carried) :], strict=True):
             kept.append(result)
     refuse(any(not kept for kept in collected), "it collects the results of no iteration")
     return (*values, *(r.call(torch.stack, kept) for kept in collected))
+
+
+@reads("Scan")
+def scan(
+    r: Reader, *values: Any, body: Any, num_scan_inputs: int, scan_input_directions: Sequence[int] = (),
+    scan_output_directions: Sequence[int] = (), scan_input_axes: Sequence[int] = (),
+    scan_output_axes: Sequence[int] = (), **rest: Any,
+) -> Any:  # fmt: skip
+    refuse(r.opset < 9, "its form before opset 9 is not supported")
+    count = len(values) - num_scan_inputs
+    states, inputs = list(values[:count]), values[count:]
+    axes = list(scan_input_axes) or [0] * num_scan_inputs
+    (total, *others) = [r.shape_of(x)[axis] for x, axis in zip(inputs, axes, strict=True)]
+    refuse(varies(total) or any(varies(size) for size in others), "its number of steps depends on a dynamic size")
+    refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} steps")
+    refuse(total == 0 or any(size != total for size in others), "its inputs have no steps, or not equally many")
+    backwards = list(scan_input_directions) or [0] * num_scan_inputs
+    step, collected = _Body(r, body), []
+    for i in range(total):
+        parts = [
+            r.call(torch.select, x, axis, total - 1 - i if last_first else i)
+            for x, axis, last_first in zip(inputs, axes, backwards, strict=True)
+        ]
+        results = step.read([*states, *parts])
+        states = list(results[:count])
+        collected.append(results[count:])
+    outputs = [list(parts) for parts in zip(*collected, strict=True)]
+    output_axes = list(scan_output_axes) or [0] * len(outputs)
+    for parts, last_first in zip(outputs, scan_output_directions, strict=False):
+        if last_first:
+            parts.reverse()
+    return (*states, *(r.call(torch.stack, parts, axis) for parts, axis in zip(outputs, output_axes, strict=True)))
 
 
 def suppressed(

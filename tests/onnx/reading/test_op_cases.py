@@ -31,7 +31,7 @@ REFUSED = (
     "affine_grid", "batchnorm_.*training", "blackman", "castlike?_.*INT4", "center_crop", "training_dropout",
     "gathernd_example_int32_batch_dim1", "hammingwindow", "hannwindow", "cast_.*INT4", "lstm_with_peepholes",
     "maxpool_with_argmax_2d_precomputed_strides", "not_[234]d", "quantizelinear_(u?int4|blocked)", "range_.*_expanded",
-    "reshape_allowzero_reordered", "tf_crop", "split_zero_size", "loop", "optional",
+    "reshape_allowzero_reordered", "scan_sum", "tf_crop", "split_zero_size", "loop", "optional",
 )  # fmt: skip
 """Cases that the reader refuses with an error that names the node; everything else has to be right."""
 

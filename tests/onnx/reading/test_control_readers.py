@@ -1,0 +1,60 @@
+"""Scans of ONNX, written out in the graph: against ONNX Runtime, and the graph that the file was written from."""
+
+import pytest
+import torch
+
+import fxq
+from fxq.onnx.graph import write_onnx
+from tests.onnx.test_recurrent_nodes import STATE, X, weights
+from tests.support.onnx_runs import call, onnx, run_onnxruntime, single
+
+pytestmark = pytest.mark.any_cpu
+
+RUNNING_SUM = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[2] start, float[3, 4, 2] x, float[5, 4] z) => (float[2] last, float[3, 2, 4] y) {
+    last, y = Scan <num_scan_inputs = 2, scan_input_axes = [1, 1], scan_input_directions = [1, 0],
+        scan_output_axes = [2], scan_output_directions = [1],
+        body = step (float[2] before, float[3, 2] part, float[5] row) => (float[2] after, float[3, 2] seen) {
+            two = Constant <value_float = 2.0> ()
+            factor = Exp(two)
+            total = ReduceSum <keepdims = 0> (row)
+            added = ReduceMax <keepdims = 0> (part)
+            more = Add(before, total)
+            after = Add(more, added)
+            seen = Mul(part, factor)
+        }> (start, x, z)
+}"""
+
+
+def test_scan_with_axes_and_directions():
+    model = onnx.parser.parse_model(RUNNING_SUM)
+    inputs = [torch.randn(2), torch.randn(3, 4, 2), torch.randn(5, 4)]
+    read = fxq.read_onnx(model)
+    for result, expected in zip(read(*inputs), run_onnxruntime(model, inputs), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru"])
+def test_quantized_recurrent_layers_of_fxq_come_back(op):
+    """The weights are there once, not once for each of the steps."""
+    options = {"reverse": True} if op == "lstm" else {}
+    states = () if op == "lstm" else (STATE,)
+    case = call(op, X, *weights({"lstm": 4, "gru": 3}[op]), *states, state_qmax=127, **options)
+    gm = single(case.op, *case.values, **case.options)
+    read = fxq.read_onnx(write_onnx(gm, case.inputs, portable=True).model)
+    torch.testing.assert_close(read(*case.inputs), gm(*case.inputs), rtol=0, atol=2e-3)  # a tie of the state's grid
+    own, written = (sum(t.numel() for t in model.state_dict().values()) for model in (read, gm))
+    assert own <= written + 64
+
+
+@pytest.mark.parametrize("length", ["T", 1001])
+def test_the_number_of_steps_must_be_known_and_small(length):
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 21]>
+    g (float s, float[{length}] x) => (float e) {{
+        e = Scan <num_scan_inputs = 1, body = step (float a, float b) => (float c) {{ c = Add(a, b) }}> (s, x)
+    }}"""
+    reason = "depends on a dynamic size" if length == "T" else "has more than 1000 steps"
+    with pytest.raises(fxq.FileError, match=rf"\(Scan\) cannot be read: it.* {reason}"):
+        fxq.read_onnx(onnx.parser.parse_model(text))
