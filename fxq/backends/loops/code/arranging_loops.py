@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from fxq.backends.loops.code import machine_code
@@ -9,7 +11,13 @@ from fxq.backends.loops.code.chunk_code import CHUNK, input_factors, word_bytes
 from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.vectors import LANES
 
-_f = np.float32
+_f, _i = np.float32, np.int32
+_LEAST_EXPONENT, _NOT_FINITE = 27, 255
+"""Exponents in the bits of float32: the least for which the power of two of a row is finite; that of no finite float."""
+_ONE_AS_DIGITS = 149
+"""Sum of the exponent in the bits of a float from 1 to 2, and of that of the power of two that makes it 2**22 or more."""
+_LARGEST_MANTISSA = 2 * (127 * (256**2 + 256 + 1) - 2**22)
+"""Largest mantissa with which the highest of three digits stays below 128."""
 _WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))
 """Bytes of the words of 4-bit values, and the factors of the input for each value of a word, see `Chunk4`."""
 _HAS_PAIRS = machine_code.KIND.pair_dot != ""
@@ -72,14 +80,53 @@ def arrange_integers(x, columns, row_bytes, is_packed, flip, out):
     done, size = (row_bytes - 1) // CHUNK * CHUNK, 2 * CHUNK if is_packed else CHUNK
     for half in range(2 if is_packed else 1):
         end, source, place = columns if half or not is_packed else row_bytes, half * row_bytes, half * CHUNK
-        for first in range(0, done, CHUNK):
-            for i in range(CHUNK):
-                j = source + first + i
-                out[place + i] = x[j] ^ flip if j < end else 0
+        for first in range(source, source + done, CHUNK):
+            if first + CHUNK <= end:  # without a branch in the loop
+                for i in range(CHUNK):
+                    out[place + i] = x[first + i] ^ flip
+            else:
+                for i in range(CHUNK):
+                    out[place + i] = x[first + i] ^ flip if first + i < end else 0
             place += size
         for i in range(CHUNK):
             j = row_bytes - CHUNK + i
             out[place + i] = x[source + j] ^ flip if j >= done and source + j < end else 0
+
+
+@helper
+def power_for_digits(x, columns):
+    """Power of two that makes the floats of a row integers of three digits; 0 if they are too small, or not finite."""
+    bits, largest = x.view(np.int32), _i(0)
+    for j in range(columns):  # the bits of positive floats are ordered as the floats
+        largest = max(largest, bits[j] & _i(0x7FFFFFFF))
+    if largest == 0:
+        return _f(1)
+    exponent = largest >> _i(23)
+    if exponent < _LEAST_EXPONENT or exponent == _NOT_FINITE:
+        return _f(0)
+    power = _f(math.ldexp(1.0, _ONE_AS_DIGITS - exponent))
+    return power * _f(0.5) if (largest & _i(0x7FFFFF)) > _LARGEST_MANTISSA else power
+
+
+@helper
+def split_digits(x, columns, power, sums, digits):
+    """Write the digits of a row of floats times `power`, rounded.
+
+    Args:
+        x: float32 (columns,).
+        columns: number of values.
+        power: see `power_for_digits`.
+        sums: float32 (columns,), written: the values rounded, times `power`.
+        digits: uint8 (3, columns), written: integers of 8 bits with a sign. A value is the sum of 256**d * digits[d].
+    """
+    for j in range(columns):
+        value = np.floor(x[j] * power + _f(0.5))
+        sums[j] = value
+        low = _i(value)
+        digits[0, j] = np.uint8(low & _i(255))
+        middle = (low + _i(128)) >> _i(8)
+        digits[1, j] = np.uint8(middle & _i(255))
+        digits[2, j] = np.uint8(((middle + _i(128)) >> _i(8)) & _i(255))
 
 
 @helper

@@ -36,10 +36,11 @@ class Chunk8:
         values: Values of a chunk.
         halves: Number of scales of a chunk.
         loaded: Type of the vectors of the input, each of which is multiplied at once.
-        size: Bytes of a value of the input.
+        size: Bytes of a value of the input, or of a digit of one.
+        digits: Number of digits of a value of the input, see `digit_code.py`.
     """
 
-    stored, values, halves, loaded, size = CHUNK, CHUNK, 1, FLOATS, 4
+    stored, values, halves, loaded, size, digits = CHUNK, CHUNK, 1, FLOATS, 4, 1
 
     def __init__(self, signed: bool) -> None:
         self.signed = signed
@@ -277,3 +278,43 @@ class IntegerUnit(Integers4):
     def prepared(self, _b: Any, raw: Any, k: int) -> Any:
         """Vector k of the integers."""
         return raw[k]
+
+
+class Digits4(Integers4):
+    """Chunk of 64 values of 4 bits as in `Chunk4`, in one vector of 512 bits, for the digits of floats.
+
+    The digits are those of `arranging_loops.split_digits`: integers of 8 bits.
+    """
+
+    bits, loaded, digits = 4, ir.VectorType(INT32, 2 * CHUNK // 4), 3
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Bytes of a chunk, twice."""
+        raw = load(b, address, Integers4.loaded)
+        return vectors.lanes_of(b, raw, raw, list(range(self.loaded.count)))
+
+    def prepared(self, b: Any, raw: Any, _k: int) -> Any:
+        """The low bits of each byte, then the high bits."""
+        count = self.loaded.count // 2
+        shifted = b.lshr(raw, ir.Constant(self.loaded, [0] * count + [4] * count))
+        flipped = b.xor(shifted, ir.Constant(self.loaded, [self._flip] * 2 * count)) if self._flip else shifted
+        return b.and_(flipped, ir.Constant(self.loaded, [0x0F0F0F0F] * 2 * count))
+
+    def _plus_product(self, b: Any, total: Any, x: Any, weight: Any) -> Any:
+        return vectors.call_intrinsic(b, machine_code.KIND.dot, self.loaded, [total, weight, x])
+
+
+class DigitUnit(IntegerUnit):
+    """Chunk of 64 values of 2, 3 or 6 bits as in `UnitChunk`, in one vector of 512 bits, for the digits of floats."""
+
+    loaded, digits = Digits4.loaded, Digits4.digits
+
+    def raw(self, b: Any, address: Any) -> Any:
+        """Integers of a chunk, four to an int32."""
+        return vectors.lanes_of(b, *super().raw(b, address), list(range(self.loaded.count)))
+
+    def prepared(self, _b: Any, raw: Any, _k: int) -> Any:
+        """The integers."""
+        return raw
+
+    _plus_product = Digits4._plus_product

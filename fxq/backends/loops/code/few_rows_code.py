@@ -79,19 +79,19 @@ class FewRows(NamedTuple):
         )  # fmt: skip
 
 
-def _registers(b: Any, kind: Any, *sizes: int) -> Any:
+def registers(b: Any, kind: Any, *sizes: int) -> Any:
     """Registers for sums of a vector type, in nested lists of these sizes. They start with 0."""
     if not sizes:
         return cgutils.alloca_once_value(b, ir.Constant(kind, None))
-    return [_registers(b, kind, *sizes[1:]) for _ in range(sizes[0])]
+    return [registers(b, kind, *sizes[1:]) for _ in range(sizes[0])]
 
 
-def _add(b: Any, total: Any, x: Any, factor: Any) -> None:
+def add_to(b: Any, total: Any, x: Any, factor: Any) -> None:
     """Add x * factor to the sums in a register."""
     b.store(vectors.multiply_add(b, x, factor, b.load(total)), total)
 
 
-def _smaller(b: Any, x: Any, y: Any) -> Any:
+def smaller(b: Any, x: Any, y: Any) -> Any:
     """Minimum of two int64."""
     return b.select(b.icmp_signed("<", x, y), x, y)
 
@@ -111,16 +111,16 @@ def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spa
     """Compute `rows` rows of results for `columns` rows of the weight, each of which has `spans` spans."""
     kind, step = chunk.sums(rows, columns), 2 if chunk.has_pairs(rows, columns) else 1
     floats = ir.VectorType(FLOAT32, kind.count)
-    totals = _registers(b, floats, columns // step, rows // step)
-    offsets = totals if step == 1 else _registers(b, floats, columns, rows)
-    sums = _registers(b, kind, columns // step, rows // step, chunk.halves)
+    totals = registers(b, floats, columns // step, rows // step)
+    offsets = totals if step == 1 else registers(b, floats, columns, rows)
+    sums = registers(b, kind, columns // step, rows // step, chunk.halves)
     x_bytes, scale_bytes = b.mul(few.chunks, number(chunk.size * chunk.values)), b.mul(few.scales, number(4))
     inputs = [b.add(few.x, b.mul(x_bytes, number(r))) for r in range(0, rows, step)]
     scale_lines, offset_lines = (
         [b.add(first, b.mul(scale_bytes, number(c))) for c in range(columns)] for first in (few.scale, few.offset)
     )
     with b.if_then(b.icmp_signed("!=", few.x_sums, number(0))):
-        _subtract_offsets(b, few, offset_lines, scale_lines, offsets)
+        subtract_offsets(b, few, offset_lines, scale_lines, offsets)
     with b.if_else(b.icmp_signed("==", few.span, number(1))) as (of_one_chunk, of_several):
         with of_one_chunk, cgutils.for_range(b, few.chunks, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
@@ -129,11 +129,11 @@ def _compute_tile(b: Any, chunk: Any, rows: int, columns: int, few: FewRows, spa
         with of_several, cgutils.for_range(b, spans, intp=INT64) as span:
             scales = _start_span(b, chunk, few.places, span.index, scale_lines, sums)
             first = b.mul(span.index, few.span)
-            count = b.sub(_smaller(b, b.add(first, few.span), few.chunks), first)
+            count = b.sub(smaller(b, b.add(first, few.span), few.chunks), first)
             with cgutils.for_range(b, count, intp=INT64) as inner:
                 _add_chunk(b, chunk, few, b.add(first, inner.index), inputs, sums, step)
             _end_span(b, chunk, sums, scales, totals)
-    _store_results(b, chunk, few, totals, offsets)
+    store_results(b, chunk, few, totals, offsets)
 
 
 def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], sums: Any, step: int) -> None:
@@ -141,18 +141,7 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
 
     `step` is the number of rows that are multiplied at once, of the input and of the weight.
     """
-    stored = chunk.stored
-    start = _smaller(b, b.mul(index, number(stored)), b.sub(few.row_bytes, number(stored)))
-    columns = len(sums) * step
-    addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(columns)]
-    raw = [chunk.raw(b, address) for address in addresses]
-    is_short = b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
-    ahead = b.select(is_short, number(_BYTES_AHEAD), b.mul(few.row_bytes, number(_TILES_AHEAD * columns)))
-    of_chunk, of_row = b.select(is_short, number(stored * columns), number(stored)), number(stored)
-    later = b.add(b.add(few.weight, ahead), b.mul(index, of_chunk))
-    for c in range(columns):
-        row = b.mul(b.select(is_short, of_row, few.row_bytes), number(c))
-        vectors.prefetch(b, b.add(later, row), level=2)
+    raw = read_chunk(b, chunk, few, index, len(sums) * step)
     loaded = ir.VectorType(chunk.loaded.element, step * chunk.loaded.count)
     offset, vector_bytes = b.mul(index, number(step * chunk.size * chunk.values)), 4 * loaded.count
     plus = chunk.plus_products if step == 1 else chunk.plus_pairs
@@ -166,7 +155,23 @@ def _add_chunk(b: Any, chunk: Any, few: Any, index: Any, inputs: Sequence[Any], 
                 b.store(plus(b, b.load(total), value, weight), total)
 
 
-def _store_results(b: Any, chunk: Any, few: Any, totals: Any, offsets: Any) -> None:
+def read_chunk(b: Any, chunk: Any, few: Any, index: Any, columns: int) -> list[Any]:
+    """Load chunk `index` of each of `columns` rows of the weight, and fetch as much of later rows."""
+    stored = chunk.stored
+    start = smaller(b, b.mul(index, number(stored)), b.sub(few.row_bytes, number(stored)))
+    addresses = [b.add(b.add(few.weight, b.mul(few.row_bytes, number(c))), start) for c in range(columns)]
+    raw = [chunk.raw(b, address) for address in addresses]
+    is_short = b.icmp_signed("<", few.row_bytes, number(_SHORT_ROW_BYTES))
+    ahead = b.select(is_short, number(_BYTES_AHEAD), b.mul(few.row_bytes, number(_TILES_AHEAD * columns)))
+    of_chunk, of_row = b.select(is_short, number(stored * columns), number(stored)), number(stored)
+    later = b.add(b.add(few.weight, ahead), b.mul(index, of_chunk))
+    for c in range(columns):
+        row = b.mul(b.select(is_short, of_row, few.row_bytes), number(c))
+        vectors.prefetch(b, b.add(later, row), level=2)
+    return raw
+
+
+def store_results(b: Any, chunk: Any, few: Any, totals: Any, offsets: Any) -> None:
     """Add up the lanes of each total, scale products of integers, and store the results.
 
     If rows are multiplied in pairs, `totals` have a lane for each of four results, and `offsets` are added up instead.
@@ -179,7 +184,8 @@ def _store_results(b: Any, chunk: Any, few: Any, totals: Any, offsets: Any) -> N
             y = b.fadd(y, _row_of_pairs(b, chunk, totals, r))
         if chunk.size == 1:
             scale, added = (splat(b, load(b, few.grids, FLOAT32, 8 * r + 4 * k), columns.count) for k in (0, 1))
-            y = b.fmul(b.fadd(y, b.fmul(added, load(b, few.ones, columns))), scale)
+            y = y if chunk.digits > 1 else b.fadd(y, b.fmul(added, load(b, few.ones, columns)))
+            y = b.fmul(y, scale)
         vectors.store(b, b.fadd(y, bias), b.add(few.out, b.mul(few.out_bytes, number(r))))
 
 
@@ -214,11 +220,11 @@ def _end_span(b: Any, chunk: Any, sums: Any, scales: Sequence[Sequence[Any]], to
     for of_column, of_rows, factors in zip(totals, sums, scales, strict=True):
         for total, of_halves in zip(of_column, of_rows, strict=True):
             for scale, part in zip(factors, of_halves, strict=True):
-                _add(b, total, chunk.as_floats(b, b.load(part)), scale)
+                add_to(b, total, chunk.as_floats(b, b.load(part)), scale)
 
 
-def _subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
-    """Subtract sums of the input times offsets, 16 at a time, and fetch later offsets and scales as `_add_chunk` does.
+def subtract_offsets(b: Any, few: Any, lines: Sequence[Any], scale_lines: Sequence[Any], totals: Any) -> None:
+    """Subtract sums of the input times offsets, 16 at a time, and fetch later offsets and scales as `read_chunk` does.
 
     `lines` and `scale_lines` are the addresses of the offsets and of the scales of each row of the weight.
     """
@@ -263,7 +269,7 @@ def _add_offsets(
         for r in range(len(totals[0])):
             x = b.fneg(load(b, b.add(b.add(few.x_sums, b.mul(x_bytes, number(r))), place), kind))
             for offset, of_rows in zip(offsets, totals, strict=True):
-                _add(b, of_rows[r], x, offset)
+                add_to(b, of_rows[r], x, offset)
 
 
 SIZES = (4, 4, 2) if machine_code.KIND.registers == 32 else (2, 2, 1)

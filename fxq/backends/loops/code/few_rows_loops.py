@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
+from fxq.backends.loops.code import digit_code, machine_code
 from fxq.backends.loops.code import few_rows_code as code
-from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.arranging_loops import (
     arrange4,
     arrange8,
     arrange_integers,
     in_pairs,
+    power_for_digits,
+    split_digits,
     sum_blocks,
     sum_integers,
 )
@@ -55,6 +57,18 @@ def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
     return helper(tile, name)
 
 
+def _of_4_bits(name, signed4, unsigned4):
+    """Loop function that runs the tile of a kind of weight with 4 bits."""
+
+    def tile(kind, few):
+        if kind == SIGNED4:
+            signed4(few)
+        else:
+            unsigned4(few)
+
+    return helper(tile, name)
+
+
 def _by_bits(name, two, three, six):
     """Loop function that runs the tile of a kind of weight in units."""
 
@@ -88,6 +102,21 @@ _one_unit, _row_unit = _tiles(("one_unit", "row_unit"), _by_bits, code.UNITS, *_
 _one_int_unit, _row_int_unit = _tiles(
     ("one_int_unit", "row_int_unit"), _by_bits, code.INTEGER_UNITS, *_sizes(*INTEGER_SIZES)[:2]
 )
+_HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, digit_code.Digits4.digits, SIZES[0] - 1
+_one_digits, _row_digits, _one_digit_unit, _row_digit_unit = _one, _row, _one_unit, _row_unit
+if _HAS_DIGITS:
+    (_one4, _row4), (_one_unsigned4, _row_unsigned4) = map(digit_code.tiles, digit_code.DIGIT_CHUNKS)
+    _one_digits = _of_4_bits("one_digits", _one4, _one_unsigned4)
+    _row_digits = _of_4_bits("row_digits", _row4, _row_unsigned4)
+    _one_digit_unit, _row_digit_unit = (
+        _by_bits(name, *of_size)
+        for name, of_size in zip(
+            ("one_digit_unit", "row_digit_unit"), zip(*map(digit_code.tiles, digit_code.DIGIT_UNITS), strict=True),
+            strict=True,
+        )
+    )  # fmt: skip
+OF_FLOATS, OF_INTEGERS, OF_DIGITS = range(3)
+"""Inputs of tiles: floats, integers, and floats as digits."""
 
 
 @helper
@@ -110,24 +139,41 @@ def _as_read(kind, row_bytes, columns, rows, block, scales, span):
 
 
 @helper
-def _run_tiles(kind, few, many_rows, many_columns, of_integers):
-    """Compute the results of some tiles."""
-    if kind >= _IN_UNITS:
-        if of_integers and many_columns:
+def _run_unit_tiles(kind, few, many_columns, form):
+    """Compute the results of some tiles that unpack values of 2, 3 or 6 bits."""
+    if form == OF_INTEGERS:
+        if many_columns:
             _row_int_unit(kind, few)
-        elif of_integers:
-            _one_int_unit(kind, few)
-        elif many_columns:
-            _row_unit(kind, few)
         else:
-            _one_unit(kind, few)
-    elif of_integers:
+            _one_int_unit(kind, few)
+    elif form == OF_DIGITS:
+        if many_columns:
+            _row_digit_unit(kind, few)
+        else:
+            _one_digit_unit(kind, few)
+    elif many_columns:
+        _row_unit(kind, few)
+    else:
+        _one_unit(kind, few)
+
+
+@helper
+def _run_tiles(kind, few, many_rows, many_columns, form):
+    """Compute the results of some tiles. `form` is that of the input, `OF_FLOATS` for example."""
+    if kind >= _IN_UNITS:
+        _run_unit_tiles(kind, few, many_columns, form)
+    elif form == OF_INTEGERS:
         if many_rows:
             _rows_int(kind, few)
         elif many_columns:
             _row_int(kind, few)
         else:
             _one_int(kind, few)
+    elif form == OF_DIGITS:
+        if many_columns:
+            _row_digits(kind, few)
+        else:
+            _one_digits(kind, few)
     elif many_rows:
         _rows(kind, few)
     elif many_columns:
@@ -139,9 +185,9 @@ def _run_tiles(kind, few, many_rows, many_columns, of_integers):
 @helper
 def _compute(
     x, pairs, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind,
-    rows, outputs, row_bytes, chunks, span, scales, first, end,
+    rows, outputs, row_bytes, chunks, span, scales, first, end, form,
 ):  # fmt: skip
-    """Compute columns of a product from an arranged input, see `FewRows`. `grids` is 0 for an input of floats.
+    """Compute columns of a product from an arranged input, see `FewRows` and `_run_tiles`.
 
     `pairs` is the address of the input for tiles of several rows, see `arranging_loops.in_pairs`.
 
@@ -150,7 +196,7 @@ def _compute(
     """
     # `base` is the address of row 0 of the weight as tiles read it, or where it would be before the unpacked rows
     column, base = first, weight
-    many_rows, many_columns, some_columns = INTEGER_SIZES if grids != 0 else SIZES
+    many_rows, many_columns, some_columns = INTEGER_SIZES if form == OF_INTEGERS else SIZES
     group = end - first if rows == 1 and bits == 0 else max(_GROUP_BYTES // row_bytes, many_columns)
     unpacked = np.empty((group, row_bytes) if bits else (1, 1), np.uint8)
     while column < end:
@@ -172,10 +218,48 @@ def _compute(
                 bias + 4 * column, out + 4 * (outputs * r + column), 4 * outputs, grids + 8 * r, ones + 4 * column,
                 tiles,
             )  # fmt: skip
-            _run_tiles(kind, few, is_many, has_many, grids != 0)
+            _run_tiles(kind, few, is_many, has_many, form)
             r += many_rows if is_many else 1
         column += count
     unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used
+
+
+@helper
+def _have_digits(x, columns, grids):
+    """Whether all rows can become digits. `grids`, float32 (rows, 2), gets the scale of the integers of each."""
+    for r in range(len(x)):
+        power = power_for_digits(x[r], columns)
+        if power == 0:
+            return False
+        grids[r, 0] = _f(1) / power
+    return True
+
+
+@helper
+def _multiply_digits(
+    x, size, is_packed, grids, weight, stored_bytes, scale, offset, zero, bias, places, out, kind, rows, columns,
+    outputs, row_bytes, chunks, block, span, scales, first, end,
+):  # fmt: skip
+    """Compute columns of a product with the digits of the rows. `size` is the number of values of a row of `chunks`."""
+    sums = (scales + LANES - 1) // LANES * LANES
+    arranged, digits = np.empty((rows, _DIGITS, size), np.uint8), np.empty((_DIGITS, columns), np.uint8)
+    rounded, x_sums, lanes = np.empty(columns, _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
+    for r in range(rows):
+        split_digits(x[r], columns, _f(1) / grids[r, 0], rounded, digits)
+        for d in range(_DIGITS):
+            arrange_integers(
+                digits[d], columns, row_bytes if is_packed else columns, is_packed, np.uint8(0), arranged[r, d]
+            )
+        if zero != 0:
+            sum_blocks(rounded, columns, block, zero, lanes, x_sums[r])
+    sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
+    _compute(
+        arranged.ctypes.data, arranged.ctypes.data, _DIGITS * size, sums_at, sums, grids.ctypes.data, 0, weight,
+        stored_bytes, 0, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first,
+        end, OF_DIGITS,
+    )  # fmt: skip
+    arranged[0, 0, 0] = np.uint8(x_sums[0, 0])  # keeps the arrays alive until here, as only their addresses are used
+    grids[0, 0] = x_sums[0, 0]
 
 
 @helper
@@ -190,6 +274,14 @@ def multiply(
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
+    if _HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= _IN_UNITS):
+        grids = np.zeros((rows, 2), _f)
+        if _have_digits(x, columns, grids):
+            _multiply_digits(
+                x, size, is_packed, grids, weight, stored_bytes, scale, offset, zero, bias, places, out, kind, rows,
+                columns, outputs, row_bytes, chunks, block, span, scales, first, end,
+            )  # fmt: skip
+            return
     arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
     for r in range(rows):
         if is_packed:
@@ -201,7 +293,7 @@ def multiply(
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
         arranged.ctypes.data, arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale,
-        offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
+        offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end, OF_FLOATS,
     )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
 
@@ -237,6 +329,7 @@ def multiply_integers(
     _compute(
         arranged.ctypes.data, pairs.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes,
         bits, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
+        OF_INTEGERS,
     )  # fmt: skip
     # These keep the arrays alive until here, since only their addresses are used.
     grids[0, 0] = x_sums[0, 0]
