@@ -116,6 +116,21 @@ def test_infinity_and_nan_reach_only_their_row():
     assert y[1].isnan().all() and not y[3].isfinite().any() and y[[0, 2, 4]].isfinite().all()
 
 
+@needs_numba
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("form", ["one large value", "tiny", "huge", "zeros", "mixed magnitudes"])
+def test_rows_of_any_range_are_as_precise_as_in_float(form, bits):
+    weight, x = stored(8, 256, bits, True, 64, False), torch.randn(2, 256)
+    factor = {"tiny": 2.0**-106, "huge": 2.0**110, "zeros": 0.0}.get(form, 1.0)
+    if form == "one large value":
+        x[:, 7] = 1e6
+    elif form == "mixed magnitudes":
+        x *= 2.0 ** torch.randint(-20, 3, x.shape)
+    result, magnitude = product(x, weight)
+    error = (FewRowsProduct(LOOPS, weight, None)(x * factor).double() - factor * result).abs()
+    assert (error <= 1e-6 * factor * magnitude).all()
+
+
 def integers(rows, columns, per_row=True):
     """Random integers, their scales and zero points, and their real values in float64."""
     x, shape = torch.randint(0, 256, (rows, columns), dtype=torch.uint8), (rows, 1) if per_row else ()

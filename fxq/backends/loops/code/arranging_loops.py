@@ -13,9 +13,11 @@ from fxq.backends.loops.code.vectors import LANES
 
 _f, _i = np.float32, np.int32
 _LEAST_EXPONENT, _NOT_FINITE = 27, 255
-"""Exponents in the bits of float32: the least for which the power of two of a row is finite; that of no finite float."""
-_ONE_AS_DIGITS = 149
-"""Sum of the exponent in the bits of a float from 1 to 2, and of that of the power of two that makes it 2**22 or more."""
+"""Exponents in the bits of float32: the least from which the power of two of a row is finite; that of infinity."""
+_ONE, _ONE_AS_DIGITS = 127, 149
+"""Exponent in the bits of 1; and its sum with that of the power of two that makes 1 an integer of three digits."""
+_LARGEST_TO_MEAN = 256
+"""Largest value of a row relative to the mean of the magnitudes. Rounding to 24 bits adds as little as float32 then."""
 _LARGEST_MANTISSA = 2 * (127 * (256**2 + 256 + 1) - 2**22)
 """Largest mantissa with which the highest of three digits stays below 128."""
 _WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))
@@ -94,8 +96,12 @@ def arrange_integers(x, columns, row_bytes, is_packed, flip, out):
 
 
 @helper
-def power_for_digits(x, columns):
-    """Power of two that makes the floats of a row integers of three digits; 0 if they are too small, or not finite."""
+def power_for_digits(x, columns, lanes):
+    """Power of two that makes the floats of a row integers of three digits; 0 if these would not be precise enough.
+
+    That is the case for rows with values that are not finite, or tiny, or much larger than the mean of the magnitudes.
+    `lanes` is scratch memory, float32 (16,).
+    """
     bits, largest = x.view(np.int32), _i(0)
     for j in range(columns):  # the bits of positive floats are ordered as the floats
         largest = max(largest, bits[j] & _i(0x7FFFFFFF))
@@ -103,6 +109,18 @@ def power_for_digits(x, columns):
         return _f(1)
     exponent = largest >> _i(23)
     if exponent < _LEAST_EXPONENT or exponent == _NOT_FINITE:
+        return _f(0)
+    lanes[:] = 0
+    done = columns // LANES * LANES
+    for j in range(0, done, LANES):
+        for i in range(LANES):
+            lanes[i] += abs(x[j + i])
+    total = np.float64(0)
+    for i in range(LANES):
+        total += lanes[i]
+    for j in range(done, columns):
+        total += abs(x[j])
+    if math.ldexp(1.0, exponent - _ONE) * columns > _LARGEST_TO_MEAN * total:
         return _f(0)
     power = _f(math.ldexp(1.0, _ONE_AS_DIGITS - exponent))
     return power * _f(0.5) if (largest & _i(0x7FFFFF)) > _LARGEST_MANTISSA else power

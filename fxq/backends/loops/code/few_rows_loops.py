@@ -102,9 +102,9 @@ _one_unit, _row_unit = _tiles(("one_unit", "row_unit"), _by_bits, code.UNITS, *_
 _one_int_unit, _row_int_unit = _tiles(
     ("one_int_unit", "row_int_unit"), _by_bits, code.INTEGER_UNITS, *_sizes(*INTEGER_SIZES)[:2]
 )
-_HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, digit_code.Digits4.digits, SIZES[0] - 1
+HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, digit_code.Digits4.digits, SIZES[0] - 1
 _one_digits, _row_digits, _one_digit_unit, _row_digit_unit = _one, _row, _one_unit, _row_unit
-if _HAS_DIGITS:
+if HAS_DIGITS:
     (_one4, _row4), (_one_unsigned4, _row_unsigned4) = map(digit_code.tiles, digit_code.DIGIT_CHUNKS)
     _one_digits = _of_4_bits("one_digits", _one4, _one_unsigned4)
     _row_digits = _of_4_bits("row_digits", _row4, _row_unsigned4)
@@ -226,9 +226,10 @@ def _compute(
 
 @helper
 def _have_digits(x, columns, grids):
-    """Whether all rows can become digits. `grids`, float32 (rows, 2), gets the scale of the integers of each."""
+    """Whether the digits of all rows are precise enough. `grids`, float32 (rows, 2), gets their scales."""
+    lanes = np.empty(LANES, _f)
     for r in range(len(x)):
-        power = power_for_digits(x[r], columns)
+        power = power_for_digits(x[r], columns, lanes)
         if power == 0:
             return False
         grids[r, 0] = _f(1) / power
@@ -274,7 +275,7 @@ def multiply(
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
-    if _HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= _IN_UNITS):
+    if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= _IN_UNITS):
         grids = np.zeros((rows, 2), _f)
         if _have_digits(x, columns, grids):
             _multiply_digits(
