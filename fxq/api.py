@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxq.common.collector import new_objects_collected
 from fxq.common.isolation import untouched
 from fxq.common.ranks import AUTO
 from fxq.dispatch import (
@@ -97,7 +98,8 @@ def quantize(
     check_effort(effort)
     chosen = as_recipe(recipe)
     check_needs_no_training(chosen)
-    with reading_weights(model, weights) as readable, resuming_grids(checkpoint if data is None else None):
+    resuming = resuming_grids(checkpoint if data is None else None)
+    with new_objects_collected(), reading_weights(model, weights) as readable, resuming:
         if effort == "fast":
             chosen = quick(chosen)
         elif effort == "best":
