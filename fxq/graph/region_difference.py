@@ -106,9 +106,12 @@ def difference(
     if len(outputs) != len(expected):
         return f"it returns {type(got).__name__} instead of a tuple of {len(expected)}"
     rounds_once = region.calls and not region.calls[0].rounds_its_state
+    pairs = list(zip(expected, outputs, strict=True))
+    if not rounds_once and all(disagreement(*pair, limits, lambda: 0.0) is None for pair in pairs):
+        return None  # further runs only add to the limits
     runs = [] if rounds_once else list(_rounded_otherwise(gm, region, values, limits.tolerance))
     runs += [] if rounded is None else [rounded]
-    for i, (want, value) in enumerate(zip(expected, outputs, strict=True)):
+    for i, (want, value) in enumerate(pairs):
         why = disagreement(want, value, limits, lambda: magnitude(gm, region, values), [run[i] for run in runs])
         if why is not None:
             return why if len(expected) == 1 else f"%{region.outputs[i].name}, its output {i}: {why}"

@@ -9,6 +9,7 @@ from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
 from fxq.graph.query import NodeSnapshot, is_op
 from fxq.graph.region import read_region, unit_regions
+from fxq.graph import region_difference
 from fxq.graph.region_difference import disagreement, magnitude
 from fxq.graph.region_run import RegionOutput, run_region
 from fxq.ops import OPS
@@ -161,6 +162,28 @@ def test_an_output_after_values_that_are_rounded_inside(got, wrong):
     )
     message = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, shifted])
     assert message is None if wrong is None else message.startswith(wrong)
+
+
+@pytest.mark.parametrize(("error", "runs"), [(0, 0), (1, 2)])
+def test_a_region_is_run_again_only_for_a_result_that_differs(monkeypatch, error, runs):
+    gm = fxq.extend.read_graph(
+        """
+        x: float32[2] = input()
+        w = tensor('w')
+        a = add(x, w)
+        b = sub(a, w)
+        return b
+        """,
+        {"w": torch.tensor([1.0, -3.0])},
+    )
+    counted = []
+    monkeypatch.setattr(region_difference, "run_region", lambda *args: counted.append(1) or run_region(*args))
+    (region,) = connected_regions(gm, lambda node: True)
+    assert not region.calls
+    values = {next(iter(gm.graph.nodes)): torch.ones(2)}
+    expected = run_region(gm, region, values)
+    region_difference.difference(gm, region, values, expected, expected[0].value + error, VerifyLowering())
+    assert len(counted) == runs
 
 
 def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that_none_has():
