@@ -186,6 +186,16 @@ def test_a_region_is_run_again_only_for_a_result_that_differs(monkeypatch, error
     assert len(counted) == runs
 
 
+@pytest.mark.parametrize("shape", [(0,), (), (3, 5, 7), (1001, 17)])
+def test_signs_are_drawn_for_every_value(shape):
+    like = torch.zeros(shape, dtype=torch.float64)
+    signs = region_difference._signs(like, torch.Generator().manual_seed(0))
+    assert signs.shape == shape and signs.dtype == like.dtype and bool((signs.abs() == 1).all())
+    if signs.numel() > 1000:
+        assert signs.mean().abs() < 0.04 and (signs[1:] * signs[:-1]).mean().abs() < 0.04
+        assert all((signs.flatten()[:-at] * signs.flatten()[at:]).mean().abs() < 0.04 for at in (1, 7, 8))
+
+
 def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that_none_has():
     """`sigma` is 0.01, which does not bound the error of the single element."""
     want = torch.zeros(10_000)
