@@ -160,6 +160,6 @@ def check_output(ledger: Ledger, context: Context) -> None:
 def _draws_random_numbers(context: Context) -> bool:
     """Whether the outputs of the float model for the example differ between two seeds."""
     run = partial(run_model, context.model, context.example, context.recipe.concrete_args)
-    other = run(seed=1)
+    second = run(seed=1)
     # `outputs` has another seed, and may be rounded otherwise, as the traced graph computed them
-    return not same_values(context.outputs, other) and not same_values(run(seed=0), other)
+    return not same_values(context.outputs, second) and not same_values(run(seed=0), second)

@@ -5,11 +5,11 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.graph import region_difference
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
 from fxq.graph.query import NodeSnapshot, is_op
 from fxq.graph.region import read_region, unit_regions
-from fxq.graph import region_difference
 from fxq.graph.region_difference import disagreement, magnitude
 from fxq.graph.region_run import RegionOutput, run_region
 from fxq.ops import OPS
