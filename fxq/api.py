@@ -151,8 +151,9 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepare_training(trainable_model(model), chosen, example_inputs)
-    observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
-    return observed
+    with new_objects_collected():
+        observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
+        return observed
 
 
 def calibrate(
@@ -250,7 +251,8 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None, *, grou
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
     """
-    return convert_model(observed, recipe, group)
+    with new_objects_collected():
+        return convert_model(observed, recipe, group)
 
 
 def compare(

@@ -68,5 +68,8 @@ def test_a_collector_that_is_off_stays_off():
 def test_quantizing_does_not_search_the_objects_before_it(monkeypatch):
     frozen = []
     monkeypatch.setattr(fxq.api, "quantize_model", lambda *args: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(fxq.api, "prepare_model", lambda *args: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(fxq.api, "convert_model", lambda *args: frozen.append(gc.get_freeze_count()))
     fxq.quantize(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4))
-    assert frozen and all(frozen) and not gc.get_freeze_count()
+    fxq.convert(fxq.prepare(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4)))
+    assert len(frozen) == 3 and all(frozen) and not gc.get_freeze_count()
