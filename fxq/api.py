@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxq.common.collector import new_objects_collected
 from fxq.common.isolation import untouched
 from fxq.common.ranks import AUTO
 from fxq.dispatch import (
@@ -97,7 +98,8 @@ def quantize(
     check_effort(effort)
     chosen = as_recipe(recipe)
     check_needs_no_training(chosen)
-    with reading_weights(model, weights) as readable, resuming_grids(checkpoint if data is None else None):
+    resuming = resuming_grids(checkpoint if data is None else None)
+    with new_objects_collected(), reading_weights(model, weights) as readable, resuming:
         if effort == "fast":
             chosen = quick(chosen)
         elif effort == "best":
@@ -149,8 +151,9 @@ def prepare(
     chosen = as_recipe(recipe)
     if chosen.trains:
         return prepare_training(trainable_model(model), chosen, example_inputs)
-    observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
-    return observed
+    with new_objects_collected():
+        observed: ObservedModel = prepare_model(float_model(model), chosen, example_inputs, observe_all)
+        return observed
 
 
 def calibrate(
@@ -248,7 +251,8 @@ def convert(observed: ObservedModel | TrainingModel, recipe: Any = None, *, grou
         >>> convert(observed).ledger.count("int8"), trial.ledger.where(path="2")[0].precision
         (3, 'float')
     """
-    return convert_model(observed, recipe, group)
+    with new_objects_collected():
+        return convert_model(observed, recipe, group)
 
 
 def compare(

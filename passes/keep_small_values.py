@@ -21,6 +21,7 @@ from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues
 from fxq.pipeline.samples import on_samples
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
+from fxq.quant.histogram import zeros_in
 from fxq.quant.observer_base import Observer
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -212,8 +213,8 @@ class _Trial(CachedFloatForm):
             x = self.values[read]
             step = grid.scale_of(x) if isinstance(grid, DynamicGrid) else grid.s
             masks[read] = x.abs() > 0.5 * step
-            nonzero = int(x.count_nonzero())
-            seen, lost = seen + nonzero, lost + nonzero - int(masks[read].count_nonzero())
+            nonzero = x.numel() - zeros_in(x)
+            seen, lost = seen + nonzero, lost + nonzero - (x.numel() - zeros_in(masks[read]))
         loss.seen, loss.lost = loss.seen + seen, loss.lost + lost
         if lost > self._most * seen:
             rounded = {**self.values, **{read: self.values[read] * mask for read, mask in masks.items()}}

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import torch
 from torch import Tensor
 
 from fxq.quant.qparams import scale_and_zero_point
 from fxq.quant.spec import TensorSpec
+from fxq.quant.tensor_range import flat
 
 SIDE_BITS = 12
 SIDE = 2**SIDE_BITS
@@ -61,6 +63,15 @@ def count(x: Tensor, exponent: int) -> Tensor:
         slots = (chunk * 2.0**-exponent).to(torch.int32).add_(SIDE - 1)  # the conversion truncates
         counts += torch.bincount(slots, minlength=SLOTS)
     return counts
+
+
+def zeros_in(x: Tensor) -> int:
+    """Count the values of a tensor that are zero, or False."""
+    if not x.is_cpu or x.dtype is torch.bfloat16:
+        return x.numel() - int(x.count_nonzero())
+    # NumPy counts bools many times as fast as PyTorch counts numbers
+    chunks = flat(x.detach().resolve_neg()).split(_CHUNK)
+    return x.numel() - sum(int(numpy.count_nonzero(chunk.numpy() != 0)) for chunk in chunks)
 
 
 def coarsen(counts: Tensor, shift: int) -> Tensor:

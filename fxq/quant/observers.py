@@ -109,7 +109,7 @@ class Histogram(Observer):
         self._coarsen_to(histogram.exponent_for(bound))
         # Not in place: a buffer created under torch.inference_mode cannot be written outside of it.
         self.counts = self.counts + histogram.count(values, int(self.exponent)).to(self.counts.device)
-        self.zeros = self.zeros + (len(values) - values.count_nonzero()).to(self.zeros.device)
+        self.zeros = self.zeros + histogram.zeros_in(values)
 
     def _records_as(self, other: Observer) -> bool:
         """Whether `other` records a histogram too, with any options, or only the smallest and the largest value."""

@@ -23,11 +23,16 @@ def range_of(x: Tensor, axis: int | None = None, block: int | None = None) -> tu
     if block is None:
         rows = x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x[:, None]
         return rows.amin(1), rows.amax(1)
-    blocks, axes = x.split(block, axis), (axis, *range(2, x.dim()))
-    return (
-        torch.cat([values.amin(axes, keepdim=True) for values in blocks], axis),
-        torch.cat([values.amax(axes, keepdim=True) for values in blocks], axis),
-    )
+    if x.shape[axis] % block:
+        blocks, axes = x.split(block, axis), (axis, *range(2, x.dim()))
+        return (
+            torch.cat([values.amin(axes, keepdim=True) for values in blocks], axis),
+            torch.cat([values.amax(axes, keepdim=True) for values in blocks], axis),
+        )
+    axis %= x.dim()
+    whole = x.unflatten(axis, (-1, block))  # one reduction takes less time than one for each block
+    axes = (axis + 1, *range(3, whole.dim()))
+    return whole.amin(axes, keepdim=True).squeeze(axis + 1), whole.amax(axes, keepdim=True).squeeze(axis + 1)
 
 
 def flat(x: Tensor) -> Tensor:

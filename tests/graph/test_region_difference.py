@@ -5,6 +5,7 @@ import torch
 from torch import fx, nn
 
 import fxq
+from fxq.graph import region_difference
 from fxq.graph.analysis.partition import connected_regions
 from fxq.graph.grid import grid_of
 from fxq.graph.query import NodeSnapshot, is_op
@@ -161,6 +162,38 @@ def test_an_output_after_values_that_are_rounded_inside(got, wrong):
     )
     message = disagreement(expected, torch.tensor(got), VerifyLowering(), none, [expected, shifted])
     assert message is None if wrong is None else message.startswith(wrong)
+
+
+@pytest.mark.parametrize(("error", "runs"), [(0, 0), (1, 2)])
+def test_a_region_is_run_again_only_for_a_result_that_differs(monkeypatch, error, runs):
+    gm = fxq.extend.read_graph(
+        """
+        x: float32[2] = input()
+        w = tensor('w')
+        a = add(x, w)
+        b = sub(a, w)
+        return b
+        """,
+        {"w": torch.tensor([1.0, -3.0])},
+    )
+    counted = []
+    monkeypatch.setattr(region_difference, "run_region", lambda *args: counted.append(1) or run_region(*args))
+    (region,) = connected_regions(gm, lambda node: True)
+    assert not region.calls
+    values = {next(iter(gm.graph.nodes)): torch.ones(2)}
+    expected = run_region(gm, region, values)
+    region_difference.difference(gm, region, values, expected, expected[0].value + error, VerifyLowering())
+    assert len(counted) == runs
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (3, 5, 7), (1001, 17)])
+def test_signs_are_drawn_for_every_value(shape):
+    like = torch.zeros(shape, dtype=torch.float64)
+    signs = region_difference._signs(like, torch.Generator().manual_seed(0))
+    assert signs.shape == shape and signs.dtype == like.dtype and bool((signs.abs() == 1).all())
+    if signs.numel() > 1000:
+        assert signs.mean().abs() < 0.04 and (signs[1:] * signs[:-1]).mean().abs() < 0.04
+        assert all((signs.flatten()[:-at] * signs.flatten()[at:]).mean().abs() < 0.04 for at in (1, 7, 8))
 
 
 def test_an_element_that_one_value_near_a_tie_has_moved_is_right_among_many_that_none_has():

@@ -16,6 +16,7 @@ from fxq.common.metrics import sqnr
 from fxq.errors import RecipeError
 from fxq.ledger import output_check
 from fxq.pipeline import float_ops
+from fxq.tracing.fidelity import run_model
 from tests.support.helpers import REFERENCE, module
 
 X = torch.linspace(-1, 1, 4 * 8).reshape(4, 8)
@@ -221,3 +222,11 @@ def test_a_model_that_draws_random_numbers_is_not_blamed_on_a_layer():
     recipe = REFERENCE.with_min_sqnr(1e3)
     with pytest.warns(fxq.FxqWarning, match="the float model draws random numbers"):
         fxq.quantize(noisy, recipe, data=[torch.randn(2, 3, 8, 8)])
+
+
+def test_a_model_below_min_sqnr_runs_once_more(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(output_check, "run_model", lambda *args, seed: seeds.append(seed) or run_model(*args, seed))
+    with pytest.warns(fxq.FxqWarning, match="the recipe asks for 1000 dB"):
+        fxq.quantize(net(), REFERENCE.with_min_sqnr(1e3), example_inputs=X, data=[X])
+    assert seeds == [1]

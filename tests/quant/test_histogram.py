@@ -26,3 +26,14 @@ def test_counts_are_those_of_numpy():
     edges = np.arange(1 - histogram.SIDE, histogram.SIDE + 1)
     index = np.trunc(x.double().numpy() / 2.0**exponent)
     np.testing.assert_array_equal(histogram.count(x, exponent), np.histogram(index, edges)[0])
+
+
+def test_zeros_are_counted_in_any_kind_of_tensor():
+    x = torch.randn(3, 5, 70, 300, generator=torch.Generator().manual_seed(0)).relu()  # more than one chunk
+    x[0, 0, 0, :4] = torch.tensor([-0.0, 1e-45, float("inf"), float("nan")])
+    zeros = int((x == 0).sum())
+    assert 0 < zeros < x.numel()
+    forms = (x, x.bool(), x.transpose(1, 2), x[:, :, ::2], torch.complex(x, -x).conj().imag, x.clone().requires_grad_())
+    for form in (*forms, x.bfloat16(), torch.zeros(0), torch.tensor(0.0)):
+        assert histogram.zeros_in(form) == form.numel() - int(form.count_nonzero())
+    assert histogram.zeros_in(x) == zeros

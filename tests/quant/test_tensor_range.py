@@ -44,3 +44,16 @@ def test_blocks_of_channels_hold_the_kernel_and_the_last_may_be_smaller():
 
 def test_nan_makes_the_range_nan():
     assert all(end.isnan() for end in range_of(torch.tensor([1.0, float("nan")])))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "block"),
+    [((6, 8), 1, 4), ((6, 8), -1, 3), ((6, 8), 0, 3), ((6, 8, 3, 3), 1, 4), ((6, 8, 3, 3), 0, 2), ((6, 9, 3, 3), 1, 4)],
+)
+def test_the_range_of_a_block_is_that_of_its_values(shape, axis, block):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    low, high = range_of(x, axis, block)
+    for i, rows in enumerate(x.movedim(axis, 0).split(block)):
+        values = rows.movedim(0, axis).movedim(1 - axis % x.dim(), 0).flatten(1)
+        ends = (found.movedim(axis, 0)[i].flatten().tolist() for found in (low, high))
+        assert list(ends) == [values.amin(1).tolist(), values.amax(1).tolist()]

@@ -15,6 +15,8 @@ from fxq.quant.least_error import FITS
 _f = np.float32
 _TILE = 64
 """Rows at a time."""
+_COLUMNS = 4
+"""Columns at a time, in the search for ranges: sums are read and written once for all of them."""
 _MIN_SCALE = _f(np.finfo(np.float32).tiny)
 
 
@@ -67,11 +69,11 @@ def round_columns(target, real, scale, low, high, ahead, steps, errors, columns,
 
 
 @helper
-def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest, count):
+def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest):
     """Grids of ranges: scales, and smallest and largest integers minus zero points, as `choose_qparams` has them."""
     zero = _f((qmin + qmax + 1) // 2)
     below, above, span = zero - _f(qmin), _f(qmax) - zero, _f(qmax - qmin)
-    for r in range(count):
+    for r in range(_TILE):
         step = max(-low[r] / below, high[r] / above) if symmetric else (high[r] - low[r]) / span
         scale[r], zero_point = _MIN_SCALE if step < _MIN_SCALE else step, zero
         if not symmetric:
@@ -81,84 +83,113 @@ def _grid(low, high, qmin, qmax, symmetric, scale, smallest, largest, count):
 
 
 @helper
-def _gains(values, tile, emphasis, gains):
-    """Emphasis of rows: the error of a value x counts 1 + (gain * x)**2 times."""
-    gains[:] = _f(0)
+def _tile_of(values, tile, own):
+    """Copy some rows next to each other; further rows and columns of `own` stay 0."""
+    own[:, :] = _f(0)
     for i in range(len(values)):
-        column = values[i, tile]
-        for r in range(len(column)):
-            gains[r] += column[r] * column[r]
-    for r in range(len(gains)):
-        mean = gains[r] / _f(len(values))
-        gains[r] = np.sqrt(emphasis / mean) if mean >= _MIN_SCALE else _f(0)
+        own[i, : tile.stop - tile.start] = values[i, tile]
 
 
 @helper
-def _add_errors(values, weights, gains, tile, scale, smallest, largest, errors):
-    """Weighted squared errors of rows with their grids."""
-    errors[:] = _f(0)
+def _factors(values, weights, emphasis, gains, factors):
+    """How much the error of each value x of the rows counts: weight * (1 + (gain * x)**2); `gains` is memory."""
+    gains[:], factors[:, :] = _f(0), _f(0)
     for i in range(len(weights)):
-        weight, column = weights[i], values[i, tile]
-        for r in range(len(column)):
-            step = np.rint(column[r] / scale[r])
-            step = smallest[r] if step < smallest[r] else step
-            step = largest[r] if step > largest[r] else step
-            error = step * scale[r] - column[r]
+        column = values[i]
+        for r in range(_TILE):
+            gains[r] += column[r] * column[r]
+    for r in range(_TILE):
+        mean = gains[r] / _f(len(weights))
+        gains[r] = np.sqrt(emphasis / mean) if mean >= _MIN_SCALE else _f(0)
+    for i in range(len(weights)):
+        weight, column, factor = weights[i], values[i], factors[i]
+        for r in range(_TILE):
             large = gains[r] * column[r]
-            errors[r] += (weight + weight * (large * large)) * (error * error)
+            factor[r] = weight + weight * (large * large)
 
 
 @helper
-def _fit(values, weights, gains, tile, scale, smallest, largest, low, high, sums):
+def _step(exact, smallest, largest):
+    """Nearest integer of a grid."""
+    step = np.rint(exact)
+    step = smallest if step < smallest else step
+    return largest if step > largest else step
+
+
+@helper
+def _error(value, factor, inverse, scale, smallest, largest):
+    """Weighted squared error of a value."""
+    error = _step(value * inverse, smallest, largest) * scale - value
+    return factor * (error * error)
+
+
+@helper
+def _add_errors(values, factors, scale, smallest, largest, errors, inverse):
+    """Weighted squared errors of rows with their grids; `inverse` is memory for a number of each row.
+
+    Values are multiplied by the inverse of their scale, which is faster than a division. Where that rounds to another
+    integer, the value is in the middle between both, whose errors are equal up to float32.
+    """
+    errors[:] = _f(0)
+    for r in range(_TILE):
+        inverse[r] = _f(1) / scale[r]
+    for i in range(0, len(values), _COLUMNS):
+        a, b, c, d = values[i], values[i + 1], values[i + 2], values[i + 3]
+        p, q, s, t = factors[i], factors[i + 1], factors[i + 2], factors[i + 3]
+        for r in range(_TILE):
+            own, unit, least, most = inverse[r], scale[r], smallest[r], largest[r]
+            first = _error(a[r], p[r], own, unit, least, most) + _error(b[r], q[r], own, unit, least, most)
+            second = _error(c[r], s[r], own, unit, least, most) + _error(d[r], t[r], own, unit, least, most)
+            errors[r] += first + second
+
+
+@helper
+def _fit(values, factors, scale, smallest, largest, low, high, sums):
     """Ranges of the scales of least weighted error for the integers of the nearest values; written to low and high.
 
     `sums` is memory for two numbers of each row.
     """
     sums[:] = _f(0)
     products, powers = sums[0], sums[1]
-    for i in range(len(weights)):
-        weight, column = weights[i], values[i, tile]
-        for r in range(len(column)):
+    for i in range(len(values)):
+        column, factor = values[i], factors[i]
+        for r in range(_TILE):
             exact = column[r] / scale[r]
-            step = np.rint(exact)
-            step = smallest[r] if step < smallest[r] else step
-            step = largest[r] if step > largest[r] else step
-            large = gains[r] * column[r]
-            factor = weight + weight * (large * large)
-            products[r] += factor * (exact * step)
-            powers[r] += factor * (step * step)
-    for r in range(tile.stop - tile.start):
-        factor = products[r] / powers[r] if powers[r] > _f(0) else _f(1)
-        factor = _f(0) if factor < _f(0) else factor
-        low[r], high[r] = smallest[r] * (factor * scale[r]), largest[r] * (factor * scale[r])
+            step = _step(exact, smallest[r], largest[r])
+            products[r] += factor[r] * (exact * step)
+            powers[r] += factor[r] * (step * step)
+    for r in range(_TILE):
+        ratio = products[r] / powers[r] if powers[r] > _f(0) else _f(1)
+        ratio = _f(0) if ratio < _f(0) else ratio
+        low[r], high[r] = smallest[r] * (ratio * scale[r]), largest[r] * (ratio * scale[r])
 
 
 @helper
-def _ends(values, tile, low, high):
+def _ends(values, low, high):
     """Smallest and largest values of rows, and 0."""
     low[:], high[:] = _f(0), _f(0)
     for i in range(len(values)):
-        column = values[i, tile]
-        for r in range(len(column)):
+        column = values[i]
+        for r in range(_TILE):
             low[r] = column[r] if column[r] < low[r] else low[r]
             high[r] = column[r] if column[r] > high[r] else high[r]
 
 
 @helper
-def _keep_better(low, high, errors, best_low, best_high, least, count):
+def _keep_better(low, high, errors, best_low, best_high, least):
     """Ranges with smaller errors replace the best ones so far."""
-    for r in range(count):
+    for r in range(_TILE):
         if errors[r] < least[r]:
             least[r], best_low[r], best_high[r] = errors[r], low[r], high[r]
 
 
 @helper
-def _shrink(ends, start, direction, factor, is_finer, tried, count):
+def _shrink(ends, start, direction, factor, is_finer, tried):
     """Ranges that are tried: both ends shrink (direction 0), only the upper one (1) or only the lower one (2).
 
     A coarse search shrinks the ends of the values, a finer one changes the best ends so far, up to those of the values.
     """
-    for r in range(count):
+    for r in range(_TILE):
         low, high = (start[0, r], start[1, r]) if is_finer else (ends[0, r], ends[1, r])
         tried[0, r] = start[0, r] if direction == 1 else max(low * factor, ends[0, r])
         tried[1, r] = start[1, r] if direction == 2 else min(high * factor, ends[1, r])
@@ -167,13 +198,15 @@ def _shrink(ends, start, direction, factor, is_finer, tried, count):
 @helper
 def _search(values, weights, tile, zooms, qmin, qmax, symmetric, emphasis, best):
     """Range of each row of a tile with the least error; written to `best`."""
-    count, directions = tile.stop - tile.start, 1 if symmetric else 3
+    directions = 1 if symmetric else 3
     ends, start, tried = np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f), np.zeros((2, _TILE), _f)
     scale, smallest, largest = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty(_TILE, _f)
     least, errors, sums = np.empty(_TILE, _f), np.empty(_TILE, _f), np.empty((2, _TILE), _f)
-    gains = np.empty(_TILE, _f)
-    _gains(values, tile, emphasis, gains)
-    _ends(values, tile, ends[0], ends[1])
+    size = (-(-len(values) // _COLUMNS) * _COLUMNS, _TILE)
+    own, factors, inverse = np.empty(size, _f), np.empty(size, _f), np.empty(_TILE, _f)
+    _tile_of(values, tile, own)
+    _factors(own, weights, emphasis, inverse, factors)
+    _ends(own, ends[0], ends[1])
     tried[:, :], best[:, :], least[:] = ends, ends, _f(np.inf)
     for z in range(-1, len(zooms) + FITS):
         is_zoom = 0 <= z < len(zooms)
@@ -184,13 +217,13 @@ def _search(values, weights, tile, zooms, qmin, qmax, symmetric, emphasis, best)
             if is_zoom:
                 first, last = zooms[z, 0], zooms[z, 1]
                 factor = np.exp2(first + (last - first) * _f(k % points) / _f(max(points - 1, 1)))
-                _shrink(ends, start, k // points, factor, last != 0, tried, count)
+                _shrink(ends, start, k // points, factor, last != 0, tried)
             elif z >= 0:
-                _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-                _fit(values, weights, gains, tile, scale, smallest, largest, tried[0], tried[1], sums)
-            _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest, count)
-            _add_errors(values, weights, gains, tile, scale, smallest, largest, errors)
-            _keep_better(tried[0], tried[1], errors, best[0], best[1], least, count)
+                _grid(best[0], best[1], qmin, qmax, symmetric, scale, smallest, largest)
+                _fit(own, factors, scale, smallest, largest, tried[0], tried[1], sums)
+            _grid(tried[0], tried[1], qmin, qmax, symmetric, scale, smallest, largest)
+            _add_errors(own, factors, scale, smallest, largest, errors, inverse)
+            _keep_better(tried[0], tried[1], errors, best[0], best[1], least)
 
 
 @compiled("f* f* f* i f* f* i i i i i f")

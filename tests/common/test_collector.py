@@ -1,0 +1,75 @@
+"""Garbage collection while a model is quantized."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxq
+from fxq.common.collector import new_objects_collected
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    """The tests freeze the objects of imported modules, which a user's process does not."""
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if count:
+        gc.freeze()
+
+
+class Ring:
+    def __init__(self):
+        self.itself = self
+
+
+def test_only_new_objects_are_collected():
+    old = weakref.ref(Ring())
+    before = gc.get_threshold()
+    with new_objects_collected():
+        new = weakref.ref(Ring())
+        gc.collect()
+        assert new() is None and old() is not None
+    assert gc.get_threshold() == before and not gc.get_freeze_count()
+    gc.collect()
+    assert old() is None
+
+
+def test_an_error_leaves_the_collector_as_it_was():
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="inside"), new_objects_collected():
+        raise ValueError("inside")
+    assert gc.get_threshold() == before and not gc.get_freeze_count()
+
+
+def test_frozen_objects_of_the_caller_stay_frozen():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with new_objects_collected():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        with new_objects_collected():
+            assert not gc.isenabled() and not gc.get_freeze_count()
+    finally:
+        gc.enable()
+
+
+def test_quantizing_does_not_search_the_objects_before_it(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(fxq.api, "quantize_model", lambda *args: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(fxq.api, "prepare_model", lambda *args: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(fxq.api, "convert_model", lambda *args: frozen.append(gc.get_freeze_count()))
+    fxq.quantize(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4))
+    fxq.convert(fxq.prepare(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4)))
+    assert len(frozen) == 3 and all(frozen) and not gc.get_freeze_count()
