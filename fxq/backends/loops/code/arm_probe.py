@@ -1,4 +1,4 @@
-"""Instructions of an ARM CPU as the operating system reports them: LLVM does not list them for the CPU that it runs on."""
+"""Instructions of an ARM CPU as the operating system reports them, of which LLVM does not list all."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def cpu_kind() -> CpuKind:
         )
     if reported and not kind.is_played and not _tell_numba(features):
         log.warning(
-            "Numba has compiled code in this process without %s, which the CPU has: fxq's loops do without as well, and "
+            "Numba has compiled code in this process without %s, which the CPU has: fxq's loops do without as well and "
             "are slower. Import fxq, and call fxq.doctor(), before code that Numba compiles.",
             " and ".join(reported),
         )
