@@ -6,8 +6,8 @@
 
 It needs Debian, `qemu-user-static`, and a Python of the same version as Debian's. FOLDER is filled once: Python, its
 packages without those of development but for pytest and hypothesis, and the package fxq as links to this checkout.
-fxq's loops are compiled in this machine's Python, for the CPU that qemu plays, and cached in FOLDER: qemu would take
-ten times as long. They are compiled anew where a file that they are compiled of has changed.
+fxq's loops are compiled in this machine's Python, for the CPU that qemu plays, and cached in FOLDER: under qemu they
+would take many times as long. They are compiled anew where a file that they are compiled of has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ TORCH = "2.10.0"
 """Newest version whose wheel for aarch64 on PyPI is for CPUs only."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 TRIPLE = "aarch64-unknown-linux-gnu"
+LOOPS = (
+    "row_loops", "step_loops", "recurrent_loops", "program_loops", "few_rows_loops", "many_rows_loops", "panel_loops",
+    "pool_loops",
+)  # fmt: skip
+"""Modules of loops that the check of networks uses."""
 _PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_aarch64"]
 _CPU_FACTS = """processor : 0
 Features : fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm asimddp i8mm
@@ -47,19 +52,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder for Python, packages and compiled loops: 1 GiB")
     parser.add_argument("--cpu", default="max", help="CPU that qemu plays; default: one with all instructions")
+    parser.add_argument(
+        "--loops", default=",".join(LOOPS), help="modules of loops to compile here; default: %(default)s"
+    )
     options, command = parser.parse_known_args()
     if EMULATOR is None:
         parser.error("qemu-aarch64 is missing: apt install qemu-user-static")
     machine = Machine(options.folder.resolve(), options.cpu)
     machine.build()
-    if command:
-        sys.exit(machine.run(*command).returncode)
-    expected = machine.folder / "networks"
-    subprocess.run(
-        [sys.executable, "-m", "scripts.dev.aarch64_networks", "write", str(expected)], cwd=CHECKOUT, check=True
-    )
-    machine.compile_loops()
-    sys.exit(machine.run("-m", "scripts.dev.aarch64_networks", "check", str(expected)).returncode)
+    machine.compile_loops(options.loops.split(","))
+    if not command:
+        networks, expected = "scripts.dev.aarch64_networks", str(machine.folder / "networks")
+        subprocess.run([sys.executable, "-m", networks, "write", expected], cwd=CHECKOUT, check=True)
+        command = ["-m", networks, "check", expected]
+    sys.exit(machine.run(*command).returncode)
 
 
 class Machine:
@@ -139,8 +145,8 @@ class Machine:
         ]  # fmt: skip
         subprocess.run(command, check=True)
 
-    def compile_loops(self) -> None:
-        """Compile all loops in this machine's Python, for the CPU that qemu plays, into the cache of the folder."""
+    def compile_loops(self, modules: Sequence[str]) -> None:
+        """Compile loops in this machine's Python, for the CPU that qemu plays, into the cache of the folder."""
         asked = self.run("-c", _ASK_CPU, stdout=subprocess.PIPE)
         if asked.returncode:
             sys.exit("Python does not run under qemu")
@@ -149,7 +155,7 @@ class Machine:
             **os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "PYTHONSAFEPATH": "1",
             "FXQ_CACHE": str(self.folder / "cache"), "PYTHONPATH": os.pathsep.join(map(str, (self.package, CHECKOUT))),
         }  # fmt: skip
-        subprocess.run([sys.executable, "-c", _COMPILE.format(triple=TRIPLE)], env=variables, check=True)
+        subprocess.run([sys.executable, "-c", _COMPILE.format(triple=TRIPLE), *modules], env=variables, check=True)
 
 
 _ASK_CPU = """
@@ -162,6 +168,7 @@ print(json.dumps(cpu_target.target_context.codegen().magic_tuple()[1:]))
 """Program that prints the name and the features of the CPU that Numba compiles for."""
 _COMPILE = """
 import platform
+import sys
 import llvmlite.binding as llvm
 from numba.core import codegen
 
@@ -176,11 +183,12 @@ jit.set_env = lambda *_: None
 library.get_pointer_to_function = lambda *_: 0
 library._finalize_specific = lambda _: None
 
-from fxq.backends.loops.code.compiler import compile_loops
+from fxq.backends.loops.code.compiler import missing
 
-print(compile_loops())
+for name in sys.argv[1:]:
+    print("loops for aarch64:", name, missing(name), flush=True)
 """
-"""Program that compiles loops for another machine: Numba's code is written to the cache, and not loaded."""
+"""Program that compiles modules of loops for another machine: Numba's code is written to the cache, and not loaded."""
 
 
 def _needed() -> set[str]:

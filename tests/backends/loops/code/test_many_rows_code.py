@@ -93,11 +93,12 @@ def test_tiles_of_floats(kind):
 
 
 def arm_loops(name, make, *parameters):
-    """The basic blocks of code for ARM, as lists of instructions."""
+    """The basic blocks of code for ARM up to their first branch, as lists of instructions."""
     module = emitted.module_of(emitted.unplayed(name), make, *parameters)
     module.triple = arm.TRIPLE
     code = emitted.assembly(module, "generic", arm.FEATURES[name])
-    return [re.findall(r"^\t([a-z]\w*)\t(.*)$", block, re.M) for block in re.split(r"\n\.L\w+:", code)]
+    blocks = (re.split(r"\n\tb\.", block)[0] for block in re.split(r"\n\.L\w+:", code))
+    return [re.findall(r"^\t([a-z]\w*)\t(.*)$", block, re.M) for block in blocks]
 
 
 @pytest.mark.parametrize(
