@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("action", choices=("write", "check"))
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    log.setLevel(logging.INFO)
     warnings.simplefilter("ignore", UserWarning)
     if options.action == "write":
         write(options.folder)
