@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ LOOPS = (
 )  # fmt: skip
 """Modules of loops that the check of networks uses."""
 _PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_aarch64"]
-_CPU_FACTS = """processor : 0
+_CPU_FACTS = {
+    "proc/cpuinfo": """processor : 0
 Features : fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm asimddp i8mm
 CPU implementer : 0x41
 CPU architecture: 8
@@ -44,8 +45,10 @@ CPU variant : 0x1
 CPU part : 0xd40
 CPU revision : 1
 
-"""
-"""/proc/cpuinfo of a Neoverse V1, which qemu 7 does not write: programs would read that of this machine."""
+""",
+    "sys/devices/system/cpu/cpu0/regs/identification/midr_el1": "0x00000000411fd401\n",
+}
+"""Files in which Linux describes a Neoverse V1. qemu 7 does not write them: programs would read those that are here."""
 
 
 def main() -> None:
@@ -95,6 +98,9 @@ class Machine:
             path.unlink()
         for name, path in links.items():
             (package / name).symlink_to(path)
+        metadata = self.package / f"fxq-{version('fxq')}.dist-info"
+        metadata.mkdir(exist_ok=True)
+        (metadata / "METADATA").write_text(distribution("fxq").read_text("METADATA") or "", encoding="utf-8")
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run Python under qemu in the checkout; `options` are those of `subprocess.run`."""
@@ -130,8 +136,9 @@ class Machine:
         for file in sorted((state / "archives").glob("*.deb")):
             subprocess.run(["dpkg-deb", "-x", str(file), str(self.root)], check=True)
         shutil.rmtree(state)
-        (self.root / "proc").mkdir()
-        (self.root / "proc" / "cpuinfo").write_text(_CPU_FACTS, encoding="utf-8")
+        for name, text in _CPU_FACTS.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text(text, encoding="utf-8")
 
     def _install_packages(self) -> None:
         """Install the packages that fxq, its loops and its tests need, in the versions that this Python has."""
