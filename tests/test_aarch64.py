@@ -13,7 +13,7 @@ FOLDER = os.environ.get("FXQ_AARCH64", "")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (FOLDER and aarch64.EMULATOR), reason="needs qemu, and FXQ_AARCH64: see scripts/dev/aarch64.py")
-@pytest.mark.parametrize("cpu", ["max", "cortex-a76"])
+@pytest.mark.parametrize("cpu", [aarch64.CPU, "cortex-a76"])
 def test_networks_on_aarch64(cpu):
     """With `i8mm`, and without."""
     command = [sys.executable, "-m", "scripts.dev.aarch64", FOLDER, "--cpu", cpu]
