@@ -22,7 +22,7 @@ def test_networks_on_aarch64(cpu):
 
 
 def test_packages_on_aarch64():
-    """Those that fxq needs, and the packages that these need, but none of development."""
+    """Packages that fxq needs, directly or not, but none of development."""
     needed = aarch64._needed()
     assert {"torch", "numpy", "sympy", "safetensors", "tomli-w"} <= needed
     assert not needed & {"fxq", "mypy", "ruff", "sphinx"} and not any("nvidia" in name for name in needed)

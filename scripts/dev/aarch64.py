@@ -202,15 +202,15 @@ for name in sys.argv[1:]:
 
 def _needed() -> set[str]:
     """Names of the packages that fxq with its loops needs, and of those that its tests need."""
-    found: set[str] = set()
+    needed: set[str] = set()
     left = ["fxq[jit]", "pytest", "pytest-xdist", "hypothesis"]
     while left:
         name, extra = re.fullmatch(r"([^\[]+)(?:\[(.*)\])?", left.pop()).groups()  # type: ignore[union-attr]
-        if name != "fxq" and name in found:
+        if name != "fxq" and name in needed:
             continue
-        found.add(name)
+        needed.add(name)
         left.extend(_requirements(name, extra or ""))
-    return found - {"fxq"}
+    return needed - {"fxq"}
 
 
 def _requirements(name: str, extra: str) -> Iterator[str]:
