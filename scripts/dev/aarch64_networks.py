@@ -1,7 +1,7 @@
 """Small networks that this machine quantizes, and another kind of CPU loads and quantizes anew; see `aarch64.py`.
 
     python -m scripts.dev.aarch64_networks write FOLDER        quantize them here, and write files and results
-    python -m scripts.dev.aarch64_networks check FOLDER        on the other machine: exit with 1 if results differ
+    python -m scripts.dev.aarch64_networks check FOLDER --only LSTM        on the other machine: 1 if results differ
 
 Results of the files are compared with those of both backends here. They may differ where a float lies halfway between
 two integers, and then by the effect of one step of an activation.
@@ -107,11 +107,13 @@ def _kernels(model: nn.Module) -> list[str]:
     return sorted({type(module).__name__ for module in kernels if type(module).__module__.startswith("fxq.backends")})
 
 
-def check(folder: Path) -> int:
-    """Load and quantize the networks; return how many are wrong."""
+def check(folder: Path, only: str = "") -> int:
+    """Load and quantize the networks whose names start with `only`; return how many are wrong."""
     log.info("%s", fxq.doctor([], progress=False))
     wrong = 0
     for index, (name, (make, *_)) in enumerate(CASES.items()):
+        if not name.startswith(only):
+            continue
         start, stored = time.process_time(), torch.load(folder / f"{index}.pt")
         model, x = make(), stored["x"]
         model.load_state_dict(stored["state"])
@@ -139,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("write", "check"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="how the names of the networks to check start")
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     log.setLevel(logging.INFO)
@@ -146,7 +149,7 @@ def main() -> None:
     if options.action == "write":
         write(options.folder)
     else:
-        sys.exit(min(check(options.folder), 1))
+        sys.exit(min(check(options.folder, options.only), 1))
 
 
 if __name__ == "__main__":
