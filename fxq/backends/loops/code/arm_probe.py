@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import sys
 from functools import cache
 from typing import Any
 
@@ -21,9 +20,9 @@ def features() -> tuple[str, ...]:
         return ()
     try:
         library: Any = ctypes.CDLL(None)
-        if sys.platform == "linux":
+        if platform.system() == "Linux":
             return _of_linux(library)
-        return _of_macos(library) if sys.platform == "darwin" else ()
+        return _of_macos(library) if platform.system() == "Darwin" else ()
     except (AttributeError, OSError, TypeError):  # a C library without the function; Windows has no common library
         return ()
 

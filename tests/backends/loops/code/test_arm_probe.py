@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ def test_linux(words, features, monkeypatch):
         return words[entry]
 
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
     assert arm_probe.features.__wrapped__() == features
 
@@ -39,7 +38,7 @@ def test_macos(monkeypatch):
         return -1 if name == b"hw.optional.arm.FEAT_I8MM" else 0  # of a system that does not know it
 
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(sysctlbyname=sysctlbyname))
     assert arm_probe.features.__wrapped__() == ("dotprod",)
 
