@@ -173,10 +173,18 @@ def kind() -> str:
 
 @cache
 def cpu_name() -> str:
-    """CPU model as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz"."""
+    """CPU model as the system names it, e.g. "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz".
+
+    Linux has no names of ARM's CPUs, but numbers: "implementer 0x41, part 0xd40" is a Neoverse V1.
+    """
+    facts: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+            for line in file:
+                name, _, value = line.partition(":")
+                facts.setdefault(name.strip(), value.strip())
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        facts.clear()
+    if "CPU part" in facts:
+        return f"implementer {facts.get('CPU implementer')}, part {facts['CPU part']}"
+    return facts.get("model name") or platform.processor() or platform.machine()

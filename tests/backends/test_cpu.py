@@ -1,5 +1,7 @@
 """CPU features, also those of a smaller CPU that this machine is limited to."""
 
+from unittest.mock import mock_open
+
 import pytest
 
 from fxq.backends import cpu
@@ -48,3 +50,16 @@ def test_which_of_onednns_two_variables_counts(monkeypatch, onednn, dnnl, isa):
 @pytest.mark.skipif(not cpu.has_vnni(), reason="needs a CPU with VNNI")
 def test_vnni_without_amx():
     assert asked_under("AVX512_CORE_VNNI")[1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nprocessor\t: 1\nmodel name\t: another\n", "A CPU @ 2 GHz"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "implementer 0x41, part 0xd40"),
+    ],
+)
+def test_name_of_a_cpu(lines, name, monkeypatch):
+    """ARM's CPUs have numbers, without which all of them would count as equal machines."""
+    monkeypatch.setattr("builtins.open", mock_open(read_data=lines))
+    assert cpu.cpu_name.__wrapped__() == name

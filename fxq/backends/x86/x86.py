@@ -32,7 +32,7 @@ class X86(RowBackend):
             return None
         return (
             f'backend="x86" needs an x86-64 CPU and PyTorch built with oneDNN; this is {platform.machine()} '
-            f'with torch {torch.__version__}. Use backend="reference".'
+            f'with torch {torch.__version__}. Use backend="auto".'
         )
 
     def drawback(self) -> str | None:

@@ -6,15 +6,17 @@ which LLVM divides into the registers of the CPU.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fxq.backends.loops.code import amx_probe
+from fxq.backends.loops.code import amx_probe, arm_probe
 from fxq.errors import BackendError
 
+log = logging.getLogger("fxq")
 VARIABLE = "FXQ_CPU_KIND"
 """Environment variable with the name of the kind of CPU to compile loops for, instead of this CPU's own."""
 
@@ -80,6 +82,11 @@ class CpuKind:
         return self.dot.startswith("llvm.aarch64")
 
     @property
+    def beats_floats(self) -> bool:
+        """Whether loops for many rows are faster than PyTorch's products of floats: with wide vectors, or on ARM."""
+        return self.bits >= 256 or self.is_arm
+
+    @property
     def registers(self) -> int:
         """Number of vector registers."""
         return 32 if self.has_avx512 or self.is_arm else 16
@@ -137,6 +144,15 @@ def compiled_features() -> str:
     return "" if name else str(llvmlite.binding.get_host_cpu_features().flatten())
 
 
+def _unlisted_features(listed: str) -> list[str]:
+    """Features of an ARM CPU that the operating system reports, and LLVM does not list; none if Numba has been told."""
+    from numba.core import config
+
+    if any(getattr(config, setting, None) is not None for setting in ("CPU_NAME", "CPU_FEATURES")):
+        return []
+    return [feature for feature in arm_probe.features() if feature not in features_of(listed)]
+
+
 def chosen_kind(name: str, text: str) -> CpuKind:
     """Kind of a CPU with the features `text`, or the kind of this name, which it plays.
 
@@ -162,28 +178,44 @@ def cpu_kind() -> CpuKind:
     """Kind of CPU that the loops of this process are compiled for.
 
     If it is played, Numba is told to compile all its code in this process for it, with the features that it lacks
-    switched off. A CPU with AMX is of a kind without it where AMX does not work (`amx_probe.refusal`).
+    switched off. Likewise, Numba is told those features of an ARM CPU that LLVM does not list (`arm_probe.features`).
+    A CPU with AMX is of a kind without it where AMX does not work (`amx_probe.refusal`).
 
     Raises:
         BackendError: `FXQ_CPU_KIND` is no kind that this CPU can play, or Numba has compiled for another one already.
     """
+    name, listed = os.environ.get(VARIABLE, ""), compiled_features()
+    reported = _unlisted_features(listed)
+    features = ",".join([listed, *(f"+{feature}" for feature in reported)]).strip(",")
+    if features_of(features).issuperset(AMX) and name not in _KINDS_WITHOUT_AMX and amx_probe.refusal():
+        features = ",".join([features, *(f"-{feature}" for feature in AMX)])
+    kind = chosen_kind(name, features)
+    if kind.is_played and not _tell_numba(played_features(kind, features)):
+        raise BackendError(
+            f"{VARIABLE}={kind.name}: Numba has compiled code for another kind of CPU in this process. Import fxq, and "
+            f"call fxq.doctor(), before code that Numba compiles; or set NUMBA_CPU_FEATURES as well."
+        )
+    if reported and not kind.is_played and not _tell_numba(features):
+        log.warning(
+            "Numba has compiled code in this process without %s, which the CPU has: fxq's loops do without as well and "
+            "are slower. Import fxq, and call fxq.doctor(), before code that Numba compiles.",
+            " and ".join(reported),
+        )
+        kind = chosen_kind(name, listed)
+    return kind
+
+
+def _tell_numba(features: str) -> bool:
+    """Have Numba compile all code for a CPU with these features; False if it has compiled for another one already."""
     from numba.core import config
     from numba.core.registry import cpu_target
 
     settings: Any = config
-    name, features = os.environ.get(VARIABLE, ""), compiled_features()
-    if features_of(features).issuperset(AMX) and name not in _KINDS_WITHOUT_AMX and amx_probe.refusal():
-        features = ",".join([features, *(f"-{feature}" for feature in AMX)])
-    kind = chosen_kind(name, features)
-    if kind.is_played:
-        before, settings.CPU_FEATURES = settings.CPU_FEATURES, played_features(kind, features)
-        if cpu_target.target_context.codegen().magic_tuple()[2] != settings.CPU_FEATURES:
-            settings.CPU_FEATURES = before
-            raise BackendError(
-                f"{VARIABLE}={kind.name}: Numba has compiled code for another kind of CPU in this process. Import fxq, "
-                f"and call fxq.doctor(), before code that Numba compiles; or set NUMBA_CPU_FEATURES as well."
-            )
-    return kind
+    before, settings.CPU_FEATURES = settings.CPU_FEATURES, features
+    if cpu_target.target_context.codegen().magic_tuple()[2] == features:
+        return True
+    settings.CPU_FEATURES = before
+    return False
 
 
 def played_features(kind: CpuKind, text: str) -> str:

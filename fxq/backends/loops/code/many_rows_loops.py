@@ -11,16 +11,17 @@ from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_loops import SIGNED4, UNPACKED
-from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, ManyRows, many_rows
+from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, VECTORS, ManyRows, many_rows_tile
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
 
 __all__ = ["ARRANGED", "COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
-IS_FASTER = machine_code.KIND.bits >= 256
-"""Whether the loop is faster than a product of floats. Kinds of CPU with narrower vectors have not been measured."""
+IS_FASTER = machine_code.KIND.beats_floats
+"""Whether the loop is faster than PyTorch's product of floats."""
 X_OFFSET = np.float32(machine_code.KIND.x_offset)
 ARRANGED = 8
 """Kind of int8 weights that are stored as tiles read them: (tiles, words, COLUMNS, 4), and zeros after the last row."""
+_tile = many_rows_tile(ROWS, VECTORS)
 _WORDS = CHUNK // 4
 """Words of four integers that are unpacked at once. They have one zero point."""
 
@@ -162,7 +163,7 @@ def many_integers_part(part, _count, call):
                 target = out + 4 * (outputs * r + column)
             else:
                 target, target_bytes = _address(scratch), 4 * COLUMNS
-            many_rows(
+            _tile(
                 ManyRows(
                     x + columns * r, columns, of_tile, words, (block + 3) // 4, at_numbers, at_grids + 8 * r,
                     at_numbers + 4 * COLUMNS * scales, at_numbers + 4 * COLUMNS * (scales + 1), target, target_bytes,

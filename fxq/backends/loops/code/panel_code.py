@@ -5,6 +5,7 @@ Source: Goto and van de Geijn (2008), "Anatomy of high-performance matrix multip
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -14,7 +15,7 @@ from fxq.backends.loops.code import machine_code, vectors
 from fxq.backends.loops.code.machine_code import on_addresses
 from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT32, INT64, INTS, LANES, load, number, splat, store
 
-ROWS, VECTORS = (12, 2) if machine_code.KIND.has_avx512 else (6, 1)
+ROWS, VECTORS = (12, 2) if machine_code.KIND.has_avx512 else (5 if machine_code.KIND.is_arm else 6, 1)
 """Rows of the input, and vectors of 16 columns of the result, of the largest tile: all its sums stay in registers."""
 COLUMNS = LANES * VECTORS
 """Columns of the result of a tile, which are rows of the weight."""
@@ -22,6 +23,10 @@ _SMALLEST = 2 * ROWS // 3
 """Rows of the smallest tile."""
 MIN_ROWS = 2 * _SMALLEST
 """Number of rows from which on the fewest tiles of about equal size have at least `_SMALLEST` rows each."""
+
+
+_REGISTER_FLOATS = 4
+"""Numbers of a register of ARM, by any of which an instruction can multiply a vector."""
 
 
 class Panel(NamedTuple):
@@ -66,20 +71,38 @@ def _multiply_tile(b: Any, panel: Any, rows: int) -> None:
     for total in (total for row in totals for total in row):
         b.store(splat(b, 0.0), total)
     lines = [b.add(panel.x, b.mul(panel.x_bytes, number(r))) for r in range(rows)]
-    with cgutils.for_range(b, panel.depth, intp=INT64) as step:
-        place = b.add(panel.weight, b.mul(step.index, number(4 * COLUMNS)))
-        weights = [load(b, place, FLOATS, 4 * LANES * v) for v in range(VECTORS)]
-        offset = b.mul(step.index, number(4))
-        for line, row in zip(lines, totals, strict=True):
-            x = splat(b, load(b, b.add(line, offset), FLOAT32))
-            for total, weight in zip(row, weights, strict=True):
-                b.store(vectors.multiply_add(b, x, weight, b.load(total)), total)
+    depth, first = panel.depth, number(0)
+    if machine_code.KIND.is_arm:
+        runs = b.udiv(depth, number(_REGISTER_FLOATS))
+        with cgutils.for_range(b, runs, intp=INT64) as run:
+            _add_products(b, panel, b.mul(run.index, number(_REGISTER_FLOATS)), _REGISTER_FLOATS, lines, totals)
+        first, depth = b.mul(runs, number(_REGISTER_FLOATS)), b.urem(depth, number(_REGISTER_FLOATS))
+    with cgutils.for_range(b, depth, intp=INT64) as step:
+        index = b.add(first, step.index) if machine_code.KIND.is_arm else step.index
+        _add_products(b, panel, index, 1, lines, totals)
     for r, row in enumerate(totals):
         added = b.add(panel.added, b.mul(panel.added_bytes, number(r)))
         out = b.add(panel.out, b.mul(panel.out_bytes, number(r)))
         for v, total in enumerate(row):
             y = b.fadd(b.load(total), load(b, added, FLOATS, 4 * LANES * v))
             store(b, y, b.add(out, number(4 * LANES * v)))
+
+
+def _add_products(b: Any, panel: Any, index: Any, count: int, lines: Sequence[Any], totals: Any) -> None:
+    """Add products `index` to `index + count` of each sum."""
+    place = b.add(panel.weight, b.mul(index, number(4 * COLUMNS)))
+    kind = ir.VectorType(FLOAT32, count)
+    loaded = [] if count == 1 else [load(b, b.add(line, b.mul(index, number(4))), kind) for line in lines]
+    for k in range(count):
+        weights = [load(b, place, FLOATS, 4 * (COLUMNS * k + LANES * v)) for v in range(VECTORS)]
+        offset = b.mul(index, number(4))
+        for r, row in enumerate(totals):
+            if loaded:
+                x = vectors.lanes_of(b, loaded[r], loaded[r], [k] * LANES)
+            else:
+                x = splat(b, load(b, b.add(lines[r], offset), FLOAT32))
+            for total, weight in zip(row, weights, strict=True):
+                b.store(vectors.multiply_add(b, x, weight, b.load(total)), total)
 
 
 class Words(NamedTuple):

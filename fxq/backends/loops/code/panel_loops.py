@@ -25,8 +25,8 @@ from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.quant.packing import UNIT
 
 __all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "FloatCallField", "FloatPartField", "multiply_floats_part"]
-IS_FASTER = machine_code.KIND.bits >= 256
-"""Whether the loop is faster than PyTorch's product. Kinds of CPU with narrower vectors have not been measured."""
+IS_FASTER = machine_code.KIND.beats_floats
+"""Whether the loop is faster than PyTorch's product."""
 _f = np.float32
 _DEPTH = 256
 """Rows of a panel, which stays in L1. Packed values of other widths than 4 bits have units that it is a multiple of."""

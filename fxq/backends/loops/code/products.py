@@ -81,6 +81,8 @@ def add_dot(b: Any, total: Any, x: Any, weight: Any, are_unsigned: bool = False)
     def dot(*values: Any) -> Any:
         if kind.bits == 128:
             values = (values[0], *(b.bitcast(value, ir.VectorType(INT8, LANES)) for value in values[1:]))
+            if kind.unsigned_dot:  # ARM can multiply by one group of the last register, which is often that of a row
+                values = (values[0], values[2], values[1])
         return vectors.call_intrinsic(b, name, values[0].type, values)
 
     return _by_register(b, dot, total, x, weight)
