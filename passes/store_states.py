@@ -12,9 +12,11 @@ from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import is_op, options_of, plan_of, reads_only_metadata
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.packing import Packing
-from fxq.quant.spec import TensorSpec
+from fxq.quant.spec import LOW_BITS, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
+
+_UNPACKED = "its integers of {} bits are unpacked in each call; compiled loops read 8 and 4 bits"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     stored = integers, scale, zero
     state = rewriter.call("quantized_rows", *stored, before=node, name=f"{name}_state", typed=floats, **sizes)
     rewriter.describe(state, path=about.path, source=about.source, plan=plan, origins=about.origins)
+    if packing and packing.bits != LOW_BITS:
+        rewriter.describe(state, note=_UNPACKED.format(packing.bits))
     values = call("unpack_rows", "values", node, integers, **sizes) if packing else integers
     options: dict[str, Any] = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
     dq = rewriter.call("dequantize", values, before=node, name=f"{name}_dq", typed=floats, **options, **blocks)

@@ -273,6 +273,9 @@ def test_blocks_and_bits(bits, per, recipe):
         assert 2**bits - 2 <= int(part.integers.max()) < 2**bits
         assert part.parts[0].nbytes == part.numel() * (bits if bits < 7 else 8) / 8
         assert part.scale.shape == (1, 2, 10, 16 // block)
+    reasons = {entry.reason for entry in q.ledger if entry.op == "append"}
+    unpacked = f"its integers of {bits} bits are unpacked in each call; compiled loops read 8 and 4 bits"
+    assert reasons == {unpacked if bits in (3, 6) else ""}
 
 
 def test_a_block_that_does_not_divide_a_row():
