@@ -23,7 +23,13 @@ from fxq.backends.loops.code.attention_code import (
 from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.row_loops import ends_of_row
-from fxq.backends.loops.code.token_code import KEY_QUERIES, integer_key_products, key_products
+from fxq.backends.loops.code.token_code import (
+    KEY_QUERIES,
+    bytes_as_floats,
+    integer_key_products,
+    key_products,
+    pairs_as_floats,
+)
 from fxq.backends.loops.code.vectors import LANES
 from fxq.quant.dynamic_grid import MIN_SCALE
 
@@ -34,7 +40,8 @@ ATTEND_FIELDS = 23
 """Number of integers that describe an attention, see `token_loops.attend`."""
 GRID_FIELDS = 8
 """Number of further integers for keys in integers, and for values: address of the scales, float32 (samples, heads,
-keys, blocks), and strides of their first three axes; and so for the zero points, uint8. Those of a head are side by side."""
+keys, blocks), and strides of their first three axes; and so for the zero points, uint8. Those of a head are side by
+side."""
 FORM_FIELDS = 2
 """Number of further integers for keys and values in integers: bits of an integer, 8 or 4, and blocks of a row."""
 _FORM = ATTEND_FIELDS + 2 * GRID_FIELDS
@@ -120,6 +127,14 @@ def _convert_rows(fields, grid, stored, stride, places, first, count, out):
     """
     depth, bits, blocks = fields[21], fields[_FORM], fields[_FORM + 1]
     size, half = depth // blocks, depth // 2
+    scale, zero = places[0] + 4 * fields[grid + 3] * first, places[1] + fields[grid + 7] * first
+    if size % LANES == 0 and (bits == 8 or half % LANES == 0):
+        source, of_grid = stored + stride * first, 4 * fields[grid + 3]
+        if bits == 8:
+            bytes_as_floats(source, stride, scale, of_grid, zero, fields[grid + 7], count, blocks, size // LANES, out)
+        else:
+            pairs_as_floats(source, stride, scale, of_grid, zero, fields[grid + 7], count, blocks, size // LANES, out)
+        return
     for i in range(count):
         row, source = carray(floats(out + 4 * depth * i), depth), stored + stride * (first + i)
         if bits == 8:
@@ -132,8 +147,8 @@ def _convert_rows(fields, grid, stored, stride, places, first, count, out):
                 row[j] = _f(_i(pairs[j] & 15))
             for j in range(half):
                 row[half + j] = _f(_i(pairs[j] >> 4))
-        steps = carray(floats(places[0] + 4 * fields[grid + 3] * (first + i)), blocks)
-        zeros = carray(bytes_(places[1] + fields[grid + 7] * (first + i)), blocks)
+        steps = carray(floats(scale + 4 * fields[grid + 3] * i), blocks)
+        zeros = carray(bytes_(zero + fields[grid + 7] * i), blocks)
         for block in range(blocks):
             step, middle, values = steps[block], _f(zeros[block]), row[size * block : size * (block + 1)]
             for j in range(size):
