@@ -29,7 +29,7 @@ def run_step(code, x, out, states, mask=None, factor=1.0, parts=None, grid=()):
     for state in states:
         indices.append(len(bases))
         for part in state.parts:
-            bases += part.data_ptr(), state.integers.shape[2], *part.stride()[:3]
+            bases += part.data_ptr(), state.shape[2], *part.stride()[:3]
     step = torch.zeros(1, LOOPS.MAX_FIELDS, dtype=torch.int64)
     samples, heads, count, depth = x.shape
     numbers = {
