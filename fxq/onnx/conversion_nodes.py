@@ -143,8 +143,8 @@ def quantize(
         if outputs is not None and dtype is torch.uint8:
             return outputs[0]
         if block is not None:
-            values, grids = in_blocks(w, x, block), (in_blocks(w, grid, 1) for grid in (scale, zero_point))
-            return w.reshaped(_written_out(w, values, *grids, qmin, qmax, dtype), x.shape)
+            steps, zeros = in_blocks(w, scale, 1), in_blocks(w, zero_point, 1)
+            return w.reshaped(_written_out(w, in_blocks(w, x, block), steps, zeros, qmin, qmax, dtype), x.shape)
         if _is_written_out(w, x, scale):
             return _written_out(w, x, scale, zero_point, qmin, qmax, dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))

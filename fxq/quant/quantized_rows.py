@@ -136,10 +136,11 @@ class QuantizedRows(Tensor):
         return sum(part.nbytes for part in self.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"
+        return f"QuantizedRows({tuple(self.shape)}, integers={self.parts[0].dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
-        return QuantizedRows(*(copy.deepcopy(part, memo) for part in self.parts), self.packing)
+        integers, scale, zero_point = (copy.deepcopy(part, memo) for part in self.parts)
+        return QuantizedRows(integers, scale, zero_point, self.packing)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return QuantizedRows, (*self.parts, self.packing)
@@ -213,7 +214,8 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
         if not (is_whole and is_alike and [integers.dtype, scale.dtype, zero_point.dtype] == dtypes):
             return None
-    joined = tuple(QuantizedRows(*parts, packing) for parts in zip(*map(_as_tuple, results), strict=True))
+    of_parts = zip(*map(_as_tuple, results), strict=True)
+    joined = tuple(QuantizedRows(integers, scale, zero, packing) for integers, scale, zero in of_parts)
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
 
 

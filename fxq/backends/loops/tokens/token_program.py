@@ -100,7 +100,8 @@ class StateForm(NamedTuple):
         if memory is not None:
             return memory.state(length), memory.numbers(length)
         numbers = [number for part in parts for number in (part.data_ptr(), length, *part.stride()[:3])]
-        return QuantizedRows(*parts, self.packing), numbers
+        integers, scale, zero_point = parts
+        return QuantizedRows(integers, scale, zero_point, self.packing), numbers
 
 
 class MaskForm(NamedTuple):
