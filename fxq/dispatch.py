@@ -40,7 +40,13 @@ from fxq.workflow.compare_programs import compare_programs
 from fxq.workflow.entry import compared_model, float_model, trainable_model
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe, without_slow
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.programs import check_alone, example_of_one_graph, examples_of, needs_programs, quantize_programs
+from fxq.workflow.programs import (
+    check_no_checkpoint,
+    example_of_one_graph,
+    examples_of,
+    needs_programs,
+    quantize_programs,
+)
 from fxq.workflow.steps import float_reference
 from fxq.workflow.train import converted_from_training, prepared_for_training
 from fxq.workflow.training_model import TrainingModel
@@ -68,23 +74,23 @@ def quantize_model(
     model = float_model(model)
     examples_by_name = {} if example_inputs is None else examples_of(example_inputs, model)
     recipe = with_float_adapters(model, recipe)
-    check = partial(check_alone, checkpoint, group, data)
-    quantize_own: Any = quantizer_for(model, recipe, data, examples_by_name, progress=progress)
+    check = partial(check_no_checkpoint, checkpoint, data)
+    ranks = Ranks.of(group if data is not None else None)
+    quantize_own: Any = quantizer_for(model, recipe, data, examples_by_name, progress=progress, ranks=ranks)
     if quantize_own is not None:
         check()
         own_class: QuantizedModel = quantize_own()  # typed as the usual case
         return own_class
-    programs = _as_programs(model, recipe, examples_by_name, data, progress, check)
+    programs = _as_programs(model, recipe, examples_by_name, data, progress, check, ranks)
     if programs is not None:
         return programs
-    ranks = Ranks.of(group if data is not None else None)
     stream = batches(data, model, may_be_empty=ranks.size > 1) if data is not None else iter(())
     first = ranks.together(lambda: list(_opening(stream)))
     examples = list(examples_by_name.values()) or first_of_all(first, ranks, model)
     if not examples:
         raise _no_data(recipe)
     first_example = {} if examples_by_name else {"program_0": examples[-1]}
-    programs = _as_programs(model, recipe, first_example, chain(first, stream), progress, check)
+    programs = _as_programs(model, recipe, first_example, chain(first, stream), progress, check, ranks)
     if programs is not None:
         return programs
     run = _prepared(model, recipe, examples[-1], False) if ranks.size == 1 else None
@@ -140,6 +146,7 @@ def _as_programs(
     data: Iterable[Any] | None,
     progress: bool | None,
     check: Callable[[], None],
+    ranks: Ranks,
 ) -> Any:
     """Model quantized as programs. None: one graph is enough, or it cannot be traced as a whole but has parts.
 
@@ -151,7 +158,7 @@ def _as_programs(
         return None
     check()
     try:
-        return quantize_programs(model, recipe, examples, data, progress=progress)
+        return quantize_programs(model, recipe, examples, data, progress=progress, ranks=ranks)
     except TraceError as error:
         if not traces_later and len(examples) == 1:
             with contextlib.suppress(TraceError, InputError):

@@ -201,10 +201,17 @@ class _Planner:
     def _growing_state(self, node: fx.Node, spec: TensorSpec | None) -> Plan:
         """Plan of an `append`: in float; with a spec for its state if the pass store-states stores it as integers."""
         about = info(node)
-        if spec is None or spec != replace(CACHE, bits=spec.bits, observer=spec.observer):
+        per = CACHE.per if spec is None or spec.block is None else spec.block
+        if spec is None or spec != replace(CACHE, bits=spec.bits, observer=spec.observer, per=per):
             return self._float("excluded by the recipe", f"its state is in float; as integers: state={CACHE_TEXT}")
         if about.dtype != torch.float32 or options_of(node)["dim"] in (-1, len(about.shape or ()) - 1):
             return self._float("unsupported", "only states of float32 whose rows do not grow are stored as integers")
+        size = int((about.shape or (1,))[-1])
+        if spec.block is not None and size % spec.block:
+            raise RecipeError(
+                f"{where(self.rewriter.gm, node)}: its state has rows of {size} values, which blocks of {spec.block} "
+                f'do not divide: use a block size that divides {size}, or per="row".'
+            )
         return replace(self._float("undecided", "the pass store-states did not run"), state=spec)
 
     def _fit(self, node: fx.Node, backend: Backend, config: QuantConfig) -> Candidate | Plan:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxq.checkpoints.mapped_weights import MappedWeights, with_parameters
 from fxq.common.data import Batch
+from fxq.common.ranks import Ranks
 from fxq.errors import FileError
 from fxq.recipe.recipe import Recipe
 
@@ -33,6 +34,7 @@ def quantizer_for(
     examples: Mapping[str, Batch],
     *,
     progress: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> Callable[[], Any] | None:
     """Function that quantizes a model of another library, whose calls are known, to a model of a subclass of its class.
 
@@ -42,6 +44,7 @@ def quantizer_for(
         data: calibration batches.
         examples: further calls, by the name of their program.
         progress: whether to show a progress bar.
+        ranks: processes that calibrate together; None: this one alone.
 
     Returns:
         The function; None for other models, and for models that are quantized with one example.
@@ -52,11 +55,11 @@ def quantizer_for(
 
     own: Any = model
     if support.generates(model):
-        return partial(support.quantize_generator, own, recipe, data, examples, progress=progress)
+        return partial(support.quantize_generator, own, recipe, data, examples, progress=progress, ranks=ranks)
     has_programs = len(examples) > 1 or (examples and recipe.new_kinds == "trace")
     needs_none = not examples and data is None and not recipe.config.is_calibrated
     if support.encodes(model) and (has_programs or (needs_none and support.has_example(own))):
-        return partial(support.quantize_encoder, own, recipe, data, examples, progress=progress)
+        return partial(support.quantize_encoder, own, recipe, data, examples, progress=progress, ranks=ranks)
     return None
 
 

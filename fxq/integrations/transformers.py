@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxq.common.data import Batch, as_batch
+from fxq.common.ranks import Ranks
 from fxq.errors import InputError
 from fxq.integrations.transformers_calls import CallRules, cache_name, count_positions, in_32_bits
 from fxq.integrations.transformers_models import (
@@ -55,6 +56,7 @@ def quantize_generator(
     examples: Mapping[str, Batch],
     *,
     progress: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Quantize a decoder or encoder-decoder of transformers, for prompts and for single tokens with a cache.
 
@@ -64,6 +66,7 @@ def quantize_generator(
         data: calibration batches, with the arguments of forward.
         examples: calls besides those with tokens, such as one with an image, by the name of their program.
         progress: whether to show a progress bar.
+        ranks: processes that calibrate together, each with its share of the data; None: this one alone.
 
     Returns:
         A model of a subclass of the float model's class: `generate` and pipelines work.
@@ -71,7 +74,7 @@ def quantize_generator(
     model = _in_32_bits(model)
 
     def programs_of(module: nn.Module, calls: Mapping[str, Batch], batches: Iterator[Any] | None) -> Any:
-        options: dict[str, Any] = {"around": graph_form, "progress": progress, "selecting": selecting}
+        options: dict[str, Any] = {"around": graph_form, "progress": progress, "selecting": selecting, "ranks": ranks}
         return quantize_programs(module, recipe, calls, batches, **options)
 
     selecting: set[int] = set()
@@ -117,6 +120,7 @@ def quantize_encoder(
     examples: Mapping[str, Any] | None = None,
     *,
     progress: bool | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """Quantize a model of transformers that does not generate, such as BERT or ViT, to a model of its class.
 
@@ -129,6 +133,7 @@ def quantize_encoder(
         data: calibration batches, with the arguments of forward.
         examples: calls by the name of their program. Default: a call with tokens or images.
         progress: whether to show a progress bar.
+        ranks: processes that calibrate together, each with its share of the data; None: this one alone.
 
     Returns:
         A model of a subclass of the float model's class. Its `programs` have ledger, history and graph.
@@ -158,6 +163,7 @@ def quantize_encoder(
         None if data is None else (completed(as_batch(batch, model)) for batch in data),
         around=graph_form,
         progress=progress,
+        ranks=ranks,
     )
     return quantized.eval()
 

@@ -24,7 +24,12 @@ _DYNAMIC_QUANTIZE = "DynamicQuantizeLinear"
 
 
 @writes("choose_scale")
-def choose_scale(w: Writer, x: Value, *, steps: int, axis: int | None, symmetric: bool) -> str:
+def choose_scale(
+    w: Writer, x: Value, *, steps: int, axis: int | None, symmetric: bool, block: int | None = None
+) -> str:
+    if block is not None:
+        scale = choose_scale(w, in_blocks(w, x, block), steps=steps, axis=axis, symmetric=symmetric)
+        return w.reshaped(scale, (*x.shape[:-1], x.shape[-1] // block))
     if axis is None and not symmetric and steps == 255:
         return w.emit_several(_DYNAMIC_QUANTIZE, [x], 3)[1]
     below, above = _extents(w, x, axis)
@@ -87,6 +92,24 @@ def _computed(w: Writer, scale: Any) -> bool:
     return isinstance(scale, Value) and w.constant_of(scale.name) is None
 
 
+def in_blocks(w: Writer, x: Value, block: int) -> Value:
+    """Write a value (..., N) as rows of one block each: (..., N / block, block)."""
+    shape = (*x.shape[:-1], x.shape[-1] // block, block)
+    return Value(w.reshaped(x, shape), w.empty(shape, x.dtype))
+
+
+def _written_out(w: Writer, x: Value, scale: Any, zero_point: Any, qmin: int, qmax: int, dtype: torch.dtype) -> str:
+    """Write a quantize in basic ops."""
+    shifted = w.emit("Add", w.emit("Round", w.emit("Div", x, scale)), _float_zero(w, x, zero_point))
+    return w.cast(w.emit("Clip", shifted, w.number(qmin, x), w.number(qmax, x)), dtype)
+
+
+def _dequantized(w: Writer, x: Value, scale: Any, zero_point: Any) -> str:
+    """Write a dequantize in basic ops."""
+    steps = Value(w.cast(x, torch.float32), torch.empty_like(x.like, dtype=torch.float32))
+    return w.emit("Mul", w.emit("Sub", steps, _float_zero(w, steps, zero_point)), scale)
+
+
 def _is_written_out(w: Writer, x: Value, scale: Value) -> bool:
     """Whether a conversion is written in basic ops: in files, of rows of keys and values (..., heads, length, size).
 
@@ -119,9 +142,11 @@ def quantize(
         outputs = _dynamic_quantize_outputs(w, x, scale)
         if outputs is not None and dtype is torch.uint8:
             return outputs[0]
+        if block is not None:
+            steps, zeros = in_blocks(w, scale, 1), in_blocks(w, zero_point, 1)
+            return w.reshaped(_written_out(w, in_blocks(w, x, block), steps, zeros, qmin, qmax, dtype), x.shape)
         if _is_written_out(w, x, scale):
-            shifted = w.emit("Add", w.emit("Round", w.emit("Div", x, scale)), _float_zero(w, x, zero_point))
-            return w.cast(w.emit("Clip", shifted, w.number(qmin, x), w.number(qmax, x)), dtype)
+            return _written_out(w, x, scale, zero_point, qmin, qmax, dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
         return w.emit("QuantizeLinear", x, *grid, **attributes)
     step, zero = _grid(w, x, scale, zero_point, dtype, axis, block)
@@ -168,12 +193,14 @@ def dequantize(
         if w.floats:
             return x
         if _computed(w, scale):
+            floats = torch.empty_like(x.like, dtype=torch.float32)
+            if block is not None:
+                grids = (in_blocks(w, grid, 1) for grid in (scale, zero_point))
+                return Value(w.reshaped(_dequantized(w, in_blocks(w, x, block), *grids), x.shape), floats)
             if _is_written_out(w, x, scale):
-                steps = Value(w.cast(x, torch.float32), torch.empty_like(x.like, dtype=torch.float32))
-                return Value(w.emit("Mul", w.emit("Sub", steps, _float_zero(w, steps, zero_point)), scale), steps.like)
+                return Value(_dequantized(w, x, scale, zero_point), floats)
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))
-            real = w.emit("DequantizeLinear", x, *grid, **attributes)
-            return Value(real, torch.empty_like(x.like, dtype=torch.float32))
+            return Value(w.emit("DequantizeLinear", x, *grid, **attributes), floats)
         return _dequantize(w, x, _grid(w, x, scale, zero_point, x.dtype, axis, block), axis, block)
     if x.dtype is torch.float16:
         return Value(w.cast(x, torch.float32), x.like.float())
@@ -264,30 +291,6 @@ def _dequantize(
     attributes = {"axis": axis, "block_size": block} if step.dim() else {}
     dequantized = w.emit("DequantizeLinear", x, step, w.constant(zero, type_number), **attributes)
     return Value(dequantized, torch.empty_like(x.like, dtype=torch.float32))
-
-
-@writes("state_scale")
-def state_scale(w: Writer, state: Value, *, steps: int) -> str:
-    """Write the scale of a state, which is float in ONNX: it is quantized again in each call."""
-    return choose_scale(w, state, steps=steps, axis=-1, symmetric=False)
-
-
-@writes("state_zero_point")
-def state_zero_point(w: Writer, state: Value, scale: Value) -> str:
-    return w.cast(choose_zero_point(w, state, scale=scale, qmin=0, axis=-1), torch.uint8)
-
-
-@writes("state_integers")
-def state_integers(w: Writer, state: Value, scale: Value, zero_point: Value, *, qmax: int) -> str:
-    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": qmax, "dtype": torch.uint8}
-    return quantize(w, state, axis=None, block=None, **grid)
-
-
-@writes("quantized_rows")
-def quantized_rows(w: Writer, integers: Value, scale: Value, zero_point: Value) -> Value:
-    """Write a state that the model returns, which is float in ONNX."""
-    grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": 255}
-    return dequantize(w, integers, axis=None, block=None, packed=None, **grid)
 
 
 @writes("requantize")

@@ -25,7 +25,8 @@ import fxq.onnx.pointwise_nodes
 import fxq.onnx.pooling_nodes
 import fxq.onnx.recurrent_nodes
 import fxq.onnx.reduction_nodes
-import fxq.onnx.resampling_nodes  # noqa: F401  (registers the functions that write the ops)
+import fxq.onnx.resampling_nodes
+import fxq.onnx.state_nodes  # noqa: F401  (registers the functions that write the ops)
 from fxq.graph.guards import check_fixed
 from fxq.graph.info import info
 from fxq.graph.query import (

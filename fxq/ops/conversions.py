@@ -80,7 +80,9 @@ def dequantize(
 
 
 @row(traits=float_only("x"))
-def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: bool = True) -> Tensor:
+def choose_scale(
+    x: Tensor, *, steps: int, axis: int | None = None, symmetric: bool = True, block: int | None = None
+) -> Tensor:
     """Scale of a dynamic grid, computed from the values.
 
     Args:
@@ -90,8 +92,9 @@ def choose_scale(x: Tensor, *, steps: int, axis: int | None = None, symmetric: b
         axis: None for one 0-d scale. Else the first axis of a row, counted from the end (negative), for a scale per
             row; the result has the shape of x with 1 from this axis on.
         symmetric: whether the grid has as many integers on either side of zero.
+        block: number of values of a block of the last axis, for a scale per block instead of per row.
     """
-    return dynamic_scale(*dynamic_range(x, axis), steps, symmetric)
+    return dynamic_scale(*dynamic_range(x, axis, block), steps, symmetric)
 
 
 @row(traits=float_only("x"))

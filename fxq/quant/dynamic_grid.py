@@ -84,16 +84,21 @@ Grid = QParams | DynamicGrid
 """Grid of a tensor: static (known before the call) or dynamic."""
 
 
-def dynamic_range(x: Tensor, axis: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of `x`, zero included, of the tensor or of each row.
+def dynamic_range(x: Tensor, axis: int | None = None, block: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value of `x`, zero included, of the tensor, of each row, or of each block.
 
     Args:
         x: float32, any shape.
         axis: first axis of a row, negative; None: one range for the tensor.
+        block: number of values of a block of the last axis, which it divides; None: no blocks.
 
     Returns:
-        Two float32 tensors: 0-d, or with an `axis` the shape of `x` with ones from that axis on. NaN gives NaN.
+        Two float32 tensors: 0-d, or with an `axis` the shape of `x` with ones from that axis on, or with a `block` the
+        shape of `x` with the number of blocks as last size. NaN gives NaN.
     """
+    if block is not None:
+        low, high = dynamic_range(x.unflatten(-1, (x.shape[-1] // block, block)), -1)
+        return low.squeeze(-1), high.squeeze(-1)
     if x.numel() == 0:
         zeros = x.new_zeros((*x.shape[:axis], *[1] * -axis) if axis is not None else ())
         return zeros, zeros

@@ -129,6 +129,14 @@ class Packing:
             first += units * size
         return torch.cat(packed, 1)
 
+    def pack_last(self, values: Tensor) -> Tensor:
+        """Pack values (..., N), whose rows are along the last axis: uint8 (..., row_bytes)."""
+        return self.pack(values.reshape(-1, self.count)).reshape(*values.shape[:-1], self.row_bytes)
+
+    def unpack_last(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack_last`."""
+        return self.unpack(packed.reshape(-1, self.row_bytes)).reshape(*packed.shape[:-1], self.count)
+
     def unpack(self, packed: Tensor) -> Tensor:
         """Inverse of `pack`: int8 if `signed`, else uint8, (N, *row)."""
         if self.bits == 4:

@@ -1,4 +1,4 @@
-"""Tensor that is stored as integers with one grid per row: a state, such as a key-value cache, between calls."""
+"""Tensor that is stored as integers with a grid per row or block: a state, such as a key-value cache, between calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxq.common.trees import leaves, mapped
 from fxq.errors import InputError
+from fxq.quant.packing import Packing
 
 if TYPE_CHECKING:
     from fxq.quant.row_memory import RowMemory
@@ -37,13 +38,16 @@ _MOVES = frozenset(
 class QuantizedRows(Tensor):
     """Float tensor (..., N) that is stored as integers, with a scale and a zero point for each row of N values.
 
+    A row may have several scales and zero points, for blocks of equal size. Integers of few bits may be packed.
+
     A model with an integer cache returns it, and takes it or a float tensor in the next call. Functions that select,
     reorder or join whole rows return `QuantizedRows`. All others compute with the float values, and return floats.
 
     Args:
-        integers: uint8[..., N].
-        scale: float32[..., 1], the value of one step in each row.
-        zero_point: uint8[..., 1], the integer that represents zero in each row.
+        integers: uint8[..., N], or packed along the last axis.
+        scale: float32[..., 1], the value of one step in each row; or one per block of a row.
+        zero_point: uint8 in the shape of `scale`, the integer that represents zero in each row or block.
+        packing: how a row of integers is packed into bytes; None: each takes a byte.
 
     Raises:
         InputError: a function would change it in place.
@@ -58,26 +62,35 @@ class QuantizedRows(Tensor):
     _sizes: torch.Size
     _parts: tuple[Tensor, Tensor, Tensor] | None
     memory: RowMemory | None
+    packing: Packing | None
+    blocks: int
 
     @staticmethod
-    def __new__(cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor) -> QuantizedRows:
-        """Make a tensor with the shape of `integers`."""
-        make: Any = Tensor._make_wrapper_subclass
-        result: QuantizedRows = make(cls, integers.shape, dtype=scale.dtype, device=integers.device)
-        result.__dict__.update(_parts=(integers, scale, zero_point), memory=None, _sizes=integers.shape)
-        return result
+    def __new__(
+        cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor, packing: Packing | None = None
+    ) -> QuantizedRows:
+        """Make a tensor with the shape of the unpacked integers."""
+        sizes = integers.shape if packing is None else torch.Size((*integers.shape[:-1], packing.count))
+        parts = integers, scale, zero_point
+        return cls._made(sizes, scale.dtype, integers.device, parts, None, packing, scale.shape[-1])
 
     @classmethod
     def in_memory(cls, memory: RowMemory, shape: tuple[int, ...]) -> QuantizedRows:
         """Rows of this shape at the start of memory. Their parts are made when they are read first."""
+        sizes = torch.Size(shape)
+        return cls._made(sizes, torch.float32, "cpu", None, memory, memory.packing, memory.blocks)
+
+    @classmethod
+    def _made(cls, sizes: torch.Size, dtype: Any, device: Any, parts: Any, memory: Any, *form: Any) -> QuantizedRows:
         make: Any = Tensor._make_wrapper_subclass
-        result: QuantizedRows = make(cls, shape, dtype=torch.float32, device="cpu")
-        result.__dict__.update(_parts=None, memory=memory, _sizes=torch.Size(shape))
+        result: QuantizedRows = make(cls, sizes, dtype=dtype, device=device)
+        packing, blocks = form
+        result.__dict__.update(_parts=parts, memory=memory, _sizes=sizes, packing=packing, blocks=blocks)
         return result
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Integers, scales and zero points. Those of rows in memory are made when they are first read."""
+        """Integers as they are stored, scales and zero points. Those of rows in memory are made when first read."""
         parts = self._parts
         if parts is None:
             memory: Any = self.memory
@@ -86,22 +99,31 @@ class QuantizedRows(Tensor):
 
     @property
     def integers(self) -> Tensor:
-        """Integers, uint8[..., N]."""
-        return self.parts[0]
+        """Integers, uint8[..., N]. If they are packed, this unpacks them."""
+        return self.parts[0] if self.packing is None else self.packing.unpack_last(self.parts[0])
 
     @property
     def scale(self) -> Tensor:
-        """Scales, float32[..., 1]."""
+        """Scales, float32[..., blocks of a row]."""
         return self.parts[1]
 
     @property
     def zero_point(self) -> Tensor:
-        """Zero points, uint8[..., 1]."""
+        """Zero points, uint8[..., blocks of a row]."""
         return self.parts[2]
 
     def dequantize(self) -> Tensor:
         """Return the float values, float32[..., N]."""
-        return self.integers.to(self.scale.dtype).sub_(self.zero_point).mul_(self.scale)
+        values = self.integers.to(self.scale.dtype)
+        if self.blocks == 1:
+            return values.sub_(self.zero_point).mul_(self.scale)
+        by_block = values.unflatten(-1, (self.blocks, values.shape[-1] // self.blocks))
+        return by_block.sub_(self.zero_point.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1)).flatten(-2)
+
+    def is_stored_as(self, block: int | None, bits: int) -> bool:
+        """Whether its scales are of blocks of this size, or None: of rows, and its stored integers have this width."""
+        stored = 8 if self.packing is None else self.packing.bits
+        return stored == bits and (self.blocks == 1 if block is None else self.blocks * block == self._sizes[-1])
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -110,17 +132,18 @@ class QuantizedRows(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the integers, scales and zero points."""
+        """Bytes of the stored integers, scales and zero points."""
         return sum(part.nbytes for part in self.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantizedRows({tuple(self.shape)}, integers={self.integers.dtype})"
+        return f"QuantizedRows({tuple(self.shape)}, integers={self.parts[0].dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
-        return QuantizedRows(*(copy.deepcopy(part, memo) for part in self.parts))
+        integers, scale, zero_point = (copy.deepcopy(part, memo) for part in self.parts)
+        return QuantizedRows(integers, scale, zero_point, self.packing)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return QuantizedRows, self.parts
+        return QuantizedRows, (*self.parts, self.packing)
 
     @classmethod
     def __torch_function__(
@@ -174,22 +197,45 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     """Result of a function that moves rows; None if it changes rows, or if one of its tensors is not in integers."""
     first = _first(args, kwargs)
     tensors = first if isinstance(first, (tuple, list)) else (first,)
-    if not tensors or not all(isinstance(x, QuantizedRows) for x in tensors):
+    if not tensors or not all(isinstance(x, QuantizedRows) and _form(x) == _form(tensors[0]) for x in tensors):
         return None
+    sizes, dtypes = tensors[0].parts[0].shape[-1], [part.dtype for part in tensors[0].parts]
+    packing, blocks = _form(tensors[0])
     try:
+        if packing is not None:  # the result could be of whole bytes, although it is of some values of each row
+            moved = func(*_part(args, _AS_ZEROS), **_part(kwargs, _AS_ZEROS))
+            if any(x.shape[-1:] != (packing.count,) for x in _as_tuple(moved)):
+                return None
         results = [func(*_part(args, i), **_part(kwargs, i)) for i in range(3)]
     except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
         return None
-    values = [tuple(r) if isinstance(r, (tuple, list)) else (r,) for r in results]
-    sizes, dtypes = tensors[0].shape[-1], [part.dtype for part in tensors[0].parts]
-    for integers, scale, zero_point in zip(*values, strict=False):
-        is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (1,)
+    for integers, scale, zero_point in zip(*map(_as_tuple, results), strict=False):
+        is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (blocks,)
         is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
         if not (is_whole and is_alike and [integers.dtype, scale.dtype, zero_point.dtype] == dtypes):
             return None
-    joined = tuple(QuantizedRows(*parts) for parts in zip(*values, strict=True))
+    of_parts = zip(*map(_as_tuple, results), strict=True)
+    joined = tuple(QuantizedRows(integers, scale, zero, packing) for integers, scale, zero in of_parts)
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
 
 
+_AS_ZEROS = -1
+"""In place of the number of a part: zeros in the shape of the whole tensor, which take no memory."""
+
+
+def _form(rows: Any) -> tuple[Packing | None, int]:
+    """How rows are packed, and the number of blocks of a row."""
+    return rows.packing, rows.blocks
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
 def _part(values: Any, i: int) -> Any:
-    return mapped(values, lambda leaf: leaf.parts[i] if isinstance(leaf, QuantizedRows) else leaf)
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedRows):
+            return leaf
+        return leaf.parts[i] if i != _AS_ZEROS else leaf.zero_point[..., :1].expand(leaf.shape)
+
+    return mapped(values, part)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxq.common.appending import Room
+from fxq.quant.packing import Packing
 from fxq.quant.quantized_rows import QuantizedRows
 
 
@@ -18,27 +19,31 @@ class RowMemory:
 
     Args:
         rooms: memory of the integers, the scales and the zero points.
+        packing: how a row of integers is packed into bytes; None: each takes a byte.
 
     Attributes:
         sizes: samples, heads, and values of a row.
+        packing: as above.
+        blocks: number of scales of a row.
     """
 
-    def __init__(self, rooms: Sequence[Room]) -> None:
-        self._rooms = rooms
+    def __init__(self, rooms: Sequence[Room], packing: Packing | None = None) -> None:
+        self._rooms, self.packing = rooms, packing
         samples, heads, _, depth = rooms[0].memory.shape
-        self.sizes = samples, heads, depth
+        self.sizes = samples, heads, depth if packing is None else packing.count
+        self.blocks = rooms[1].memory.shape[3]
         self._places = [(room.memory.data_ptr(), room.memory.stride()[:3]) for room in rooms]
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor]) -> RowMemory | None:
-        """Memory of a state whose parts are results of `extended` along axis 2.
+    def of(cls, parts: Sequence[Tensor], packing: Packing | None = None) -> RowMemory | None:
+        """Memory of a state whose parts are results of `extended` along axis 2; its integers may be packed.
 
         None if they have no such memory, or are not at its start, as of a window that is cut from each state anew.
         """
         if any(part.storage_offset() or not part.is_cpu for part in parts):
             return None
         rooms = [room for part in parts if (room := Room.of(part)) is not None]
-        return cls(rooms) if len(rooms) == len(parts) else None
+        return cls(rooms, packing) if len(rooms) == len(parts) else None
 
     def claims(self, end: int, count: int) -> bool:
         """Reserve `count` entries after the entry `end`, see `Room.claims`. With gradients enabled, none are."""

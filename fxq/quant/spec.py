@@ -24,13 +24,14 @@ class TensorSpec:
     Attributes:
         bits: width of the integers, 2 to 8. A value takes a byte; weights with 6 bits or fewer of weight-only layers
             take as many bits as they have, and so do those of linear layers with dynamic ranges if they have at most 4
-            bits, or scales per block.
+            bits, or scales per block, and those of states that grow.
         signed: True: stored as int8; False: as uint8.
         symmetric: whether the zero point is fixed: at 0 if signed, else at the middle of the integers. False: affine,
             the zero point is chosen with the scale.
         per: granularity of the scales. "tensor": one scale. "channel": one per output channel (the axis depends on the
             op). "row": one per row (token). An integer: one per block of that many values along the input channels; a
-            block of a convolution's weight has whole kernels, and the last block may be shorter.
+            block of a convolution's weight has whole kernels, and the last block may be shorter. For a state that
+            grows, blocks divide its rows.
         observer: name of the observer that finds a calibrated range, with its options: "minmax", "moving_average:0.01",
             "histogram", "percentile:99.99", "entropy", for weights also "mse:2"; or the import path of your own
             class, "my_package.ranges:MyObserver".
@@ -216,7 +217,8 @@ class QuantConfig:
             or float.
         state: spec of the states of the layer. For a state that grows from call to call, such as a key-value cache,
             TensorSpec(per="row", range="dynamic") stores it as integers, with a scale and a zero point for each row
-            (token and head); with any other spec, it stays in float. For the hidden state of a recurrent layer that
+            (token and head), and TensorSpec(bits=4, per=32, range="dynamic") for each 32 values of a row; with any
+            other spec, it stays in float. For the hidden state of a recurrent layer that
             reads integers, the range is "dynamic", "calibrated" (faster), or "fixed" (-1..1). Default: "calibrated" if
             the range of activations is, else "dynamic". A range that would be wrong is replaced by a dynamic one: a
             calibrated range for an LSTM with a projection, for an LSTM whose last cell state is read, and where the

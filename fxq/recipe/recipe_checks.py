@@ -67,7 +67,8 @@ def check_config(config: QuantConfig, where: str, trains: bool = False) -> None:
     for reason in (*_unsupported(config), *(_untrainable(specs) if trains else _only_trainable(specs))):
         raise RecipeError(f"{where}: {reason}")
     for role, spec in specs.items():
-        if (spec.per == "channel" or spec.block is not None) and not observers[role].per_channel:
+        by_part = (spec.per == "channel" or spec.block is not None) and spec.range != "dynamic"
+        if by_part and not observers[role].per_channel:
             per = "channel" if spec.block is None else "block"
             raise RecipeError(
                 f"{where}: the {spec.observer!r} observer of the {role} has one range per tensor, but the spec has "
@@ -86,6 +87,7 @@ def _unsupported(config: QuantConfig) -> Iterator[str]:
     if config.compute != "float32" and (config.activation is not None or not has_integer_weight):
         yield f'compute="{config.compute}" is for layers with integer weights and float activations: leave it out.'
     if config.is_float:
+        yield from _unsupported_state(config.state)
         return
     for role in ROLES:
         if config.of(role) is not None and role not in _PER:
@@ -140,7 +142,7 @@ def _untrainable(specs: Mapping[Role, TensorSpec]) -> Iterator[str]:
 _PER: dict[Role, tuple[str, ...]] = {
     "activation": ("tensor", "row"),
     "weight": ("tensor", "channel", "a block size"),
-    "state": ("row", "tensor"),
+    "state": ("row", "tensor", "a block size"),
 }
 _RANGES: dict[Role, tuple[str, ...]] = {
     "activation": ("calibrated", "dynamic", "learned"),
@@ -159,12 +161,24 @@ def _unsupported_spec(role: Role, spec: TensorSpec) -> Iterator[str]:
         yield f'range="{spec.range}" for the {role} is not supported yet: use {choices}.'
     if spec.per == "row" and spec.range == "calibrated":
         yield 'rows cannot have calibrated ranges, since every call has other rows: use range="dynamic".'
-    if ((role == "state" and spec.per != "row") or spec.range == "fixed") and not spec.symmetric:
+    if ((role == "state" and spec.per == "tensor") or spec.range == "fixed") and not spec.symmetric:
         yield f"a {spec.range} range for the {role} that is not symmetric is not supported yet: use symmetric=True."
-    if role == "state" and (spec.per == "row") != (spec.range == "dynamic"):
-        yield 'a state has a dynamic range per="row", or a calibrated or fixed one (-1..1) per="tensor".'
+    if role == "state":
+        yield from _unsupported_state(spec)
+    if role == "state" and (spec.per == "tensor") == (spec.range == "dynamic"):
+        yield 'a state has a dynamic range per="row" or per block, or a calibrated or fixed one (-1..1) per="tensor".'
     if spec.format != "integer" and role != "weight":
         yield f'format="{spec.format}" for the {role} is not supported yet: it is for weights.'
+
+
+def _unsupported_state(spec: TensorSpec | None) -> Iterator[str]:
+    """Reasons why the spec of a state per block is not supported, whether or not the layer computes in float."""
+    if spec is None or spec.block is None:
+        return
+    if spec.symmetric or spec.signed:
+        yield "a state per block that is symmetric or signed is not supported yet: leave both out."
+    if spec.range != "dynamic":
+        yield f'range="{spec.range}" for a state per block is not supported yet: use range="dynamic".'
 
 
 def check_selectors(

@@ -76,15 +76,11 @@ class Calibration:
             return
         prints = _prints(self.observed)
         file = self.ranks.together(lambda: self._begin(prints, length))
-        first, *others = self.ranks.exchanged(lambda: prints)
-        for rank, rank_prints in enumerate(others, 1):
-            why = difference(first, rank_prints)
-            if why is not None:
-                raise InputError(f"rank {rank} calibrates another model or recipe than rank 0: {why}.")
+        _check_equal(prints, self.ranks)
         try:
             self.ranks.together(lambda: self._show(data, length, file))
             if self.ranks.size > 1:
-                self._merge_ranks()
+                _merge_ranks(self.observed, self.ranks, self.few)
         finally:
             if file is not None:
                 self.observed.stored_in = file.path, self.observed.batches_seen
@@ -132,16 +128,58 @@ class Calibration:
         if file is not None and not done:
             file.finish(count)
 
-    def _merge_ranks(self) -> None:
-        graphs, rank = graphs_of(self.observed), self.ranks.rank
-        own, device = [seen_by(graph, graph.manager.context) for graph in graphs], _device(self.observed)
 
-        def parts(i: int, sizes: Sequence[Sizes]) -> Iterator[dict[str, Any]]:
-            context = graphs[i].manager.context
-            return self.ranks.exchanged(lambda: part_of(own[i], sizes, rank, context, self.few), device)
+def _check_equal(prints: Sequence[Mapping[str, str]], ranks: Ranks) -> None:
+    """Raise `InputError` on all ranks if the fingerprints of the graphs of one differ from those of the first."""
+    first, *others = ranks.exchanged(lambda: prints)
+    for rank, rank_prints in enumerate(others, 1):
+        why = difference(first, rank_prints)
+        if why is not None:
+            raise InputError(f"rank {rank} calibrates another model or recipe than rank 0: {why}.")
 
-        seen = list(self.ranks.exchanged(lambda: (self.observed.batches_seen, [sizes_of(state) for state in own])))
-        _merge(self.observed, seen, parts, self.few)
+
+def _merge_ranks(observed: ObservedModel, ranks: Ranks, few: bool, may_be_unused: bool = False) -> None:
+    """Replace the statistics of a model by the merged ones of all ranks.
+
+    Args:
+        observed: the model.
+        ranks: the processes.
+        few: as in `Calibration`.
+        may_be_unused: whether it may have seen no batch on any rank. It then stays as it is.
+    """
+    graphs = graphs_of(observed)
+    own, device = [seen_by(graph, graph.manager.context) for graph in graphs], _device(observed)
+
+    def parts(i: int, sizes: Sequence[Sizes]) -> Iterator[dict[str, Any]]:
+        context = graphs[i].manager.context
+        return ranks.exchanged(lambda: part_of(own[i], sizes, ranks.rank, context, few), device)
+
+    seen = list(ranks.exchanged(lambda: (observed.batches_seen, [sizes_of(state) for state in own])))
+    if may_be_unused and not any(count for count, _ in seen):
+        return
+    _merge(observed, seen, parts, few)
+
+
+def calibrate_programs(programs: Sequence[ObservedModel], ranks: Ranks, run: Callable[[], None]) -> None:
+    """Calibrate the programs of a model on this process's share of the data, and merge the statistics of all ranks.
+
+    Args:
+        programs: observed models of the programs, in the same order on all ranks.
+        ranks: the processes.
+        run: function that runs the programs on the share.
+
+    Raises:
+        InputError: ranks have different programs, models or recipes. All ranks raise this error.
+        FxqError: an error on any of the ranks.
+    """
+    if ranks.size == 1:
+        run()
+        return
+    _check_equal([own for observed in programs for own in _prints(observed)], ranks)
+    few = [not observed.calibrated for observed in programs]
+    ranks.together(run)
+    for observed, reads_few in zip(programs, few, strict=True):
+        _merge_ranks(observed, ranks, reads_few, may_be_unused=True)
 
 
 def first_of_all(first: list[Batch], ranks: Ranks, model: nn.Module) -> list[Batch]:

@@ -28,6 +28,7 @@ from fxq.programs.flat_model import ResultForm, changed_arguments, flat_batch, f
 from fxq.programs.quantized_programs import Program, QuantizedPrograms
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.recipe_checks import check_selectors
+from fxq.workflow.calibrate import calibrate_programs
 from fxq.workflow.fastest import converted_for_recipe, prepared_for_recipe, without_slow
 from fxq.workflow.obstacles import check_model
 
@@ -101,6 +102,7 @@ def quantize_programs(
     around: Around = nullcontext,
     progress: bool | None = None,
     selecting: set[int] | None = None,
+    ranks: Ranks | None = None,
 ) -> QuantizedPrograms:
     """Quantize a model with a program for each example.
 
@@ -114,53 +116,64 @@ def quantize_programs(
         progress: whether to show a progress bar.
         selecting: numbers of the recipe's overrides that select something in other programs; those of these programs
             are added, and the caller checks them. None: they are checked here.
+        ranks: processes that calibrate and convert together, each with its share of the data, and with equal models,
+            recipes and examples; None: this one alone.
 
     Raises:
         InputError: a batch of the data fits no example, or a program with calibrated ranges gets no batch.
         RecipeError: an override selects nothing in any program.
+        FxqError: an error on any of the ranks.
     """
-    signature = inspect.signature(model.forward)
-    prepared: list[_Prepared] = []
-    for name, batch in examples.items():
-        form, leaves, _ = form_of(signature, batch)
-        if _serving(prepared, form, leaves, runs=True) is not None:
-            continue  # an earlier program serves this call
-        prepared.append(_prepared(model, recipe, name, form, leaves, around))
-        prepared[-1].observed.manager.context.progress = progress
+    signature, ranks = inspect.signature(model.forward), ranks or Ranks()
+    prepared = ranks.together(lambda: _all_prepared(model, recipe, examples, around, progress))
     selected = set() if selecting is None else selecting
     selected.update(*(program.observed.manager.context.selecting or () for program in prepared))
     if selecting is None:
         check_program_overrides(model, recipe, selected)
     if data is not None:
-        for program in prepared:
-            program.observed = without_slow(program.observed)
-        _calibrate(prepared, batches(data, model), signature, progress)
+        if ranks.size == 1:  # ranks must calibrate the same models, and times differ
+            for program in prepared:
+                program.observed = without_slow(program.observed)
+        shown = progress if ranks.rank == 0 else bool(progress)
+        own = batches(data, model, may_be_empty=ranks.size > 1)
+        observed = [program.observed for program in prepared]
+        calibrate_programs(observed, ranks, lambda: _calibrate(prepared, own, signature, shown))
     idle = [program for program in prepared if program.observed.calibrated and not program.observed.batches_seen]
     if idle:
         raise InputError(
             f"the recipe {recipe.preset!r} needs data to calibrate with, and no batch is a call of the form "
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
-    programs = tuple(_converted(program) for program in prepared)
+    programs = ranks.together(lambda: tuple(_converted(program, ranks) for program in prepared))
     new_program = ProgramTracer(model, recipe, around, _all_checksums(model)) if recipe.new_kinds == "trace" else None
     return QuantizedPrograms(programs, signature, new_program)
 
 
-def check_alone(checkpoint: Any, group: Any, data: Iterable[Any] | None) -> None:
-    """Raise `InputError` for options of a calibration that models with several programs do not have.
+def _all_prepared(
+    model: nn.Module, recipe: Recipe, examples: Mapping[str, Batch], around: Around, progress: bool | None
+) -> list[_Prepared]:
+    """Observed programs for the examples that no earlier program serves."""
+    signature = inspect.signature(model.forward)
+    prepared: list[_Prepared] = []
+    for name, batch in examples.items():
+        form, leaves, _ = form_of(signature, batch)
+        if _serving(prepared, form, leaves, runs=True) is None:
+            prepared.append(_prepared(model, recipe, name, form, leaves, around))
+            prepared[-1].observed.manager.context.progress = progress
+    return prepared
+
+
+def check_no_checkpoint(checkpoint: Any, data: Iterable[Any] | None) -> None:
+    """Raise `InputError` for a checkpoint, which the calibration of models with several programs does not have.
 
     Args:
         checkpoint: path of a checkpoint; None: none.
-        group: processes that calibrate together; see `fxq.quantize`.
-        data: calibration batches; without, both options have no effect.
+        data: calibration batches; without, a checkpoint has no effect.
     """
-    if data is None:
-        return
-    option = "checkpoint" if checkpoint is not None else "group" if Ranks.of(group).size > 1 else ""
-    if option:
+    if data is not None and checkpoint is not None:
         raise InputError(
-            f"this model gets programs for several kinds of calls, whose calibration has no {option}: calibrate in one "
-            "process without a checkpoint, fxq.quantize(model, recipe, data=loader, group=None)."
+            "this model gets programs for several kinds of calls, whose calibration has no checkpoint: leave it out, "
+            "fxq.quantize(model, recipe, data=loader)."
         )
 
 
@@ -181,8 +194,8 @@ def _prepared(model: nn.Module, recipe: Recipe, name: str, form: CallForm, leave
     return _Prepared(name, form, results, flat, prepared_for_recipe(flat, recipe, flat_batch(form, leaves)))
 
 
-def _converted(program: _Prepared) -> Program:
-    return Program(program.name, program.form, program.results, converted_for_recipe(program.observed))
+def _converted(program: _Prepared, ranks: Ranks | None = None) -> Program:
+    return Program(program.name, program.form, program.results, converted_for_recipe(program.observed, ranks=ranks))
 
 
 @dataclass(frozen=True)

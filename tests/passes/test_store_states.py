@@ -1,6 +1,7 @@
 """store-states: caches in integers, between calls as well; and states that grow in all models."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fxq.backends.by_name import unavailable
 from fxq.common.metrics import sqnr
 from fxq.errors import InputError, RecipeError
 from fxq.passes import StoreStates
+from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.quant.spec import CACHE, CACHE_TEXT
 from tests.support.graphs import expected, program, run_pass
@@ -90,6 +92,40 @@ def test_text_before_and_after():
     """)
 
 
+def test_text_of_packed_integers_in_blocks():
+    spec = fxq.TensorSpec(bits=4, per=8, range="dynamic")
+    gm = run_pass(
+        StoreStates(),
+        f"""
+        past: float32[1, 2, 5, 16] = input()
+        new: float32[1, 2, 3, 16] = input()
+        cat: float32[1, 2, 8, 16] = append(past, new, dim=2)  # plan=Plan(Decision('float'), state={spec!r})
+        y: float32[1, 2, 8, 16] = relu(cat)
+        return (y, cat)
+        """,
+    )
+    rest = "qmax=15, axis=-1, block=8"
+    assert program(gm) == expected(f"""
+        past: float32[1, 2, 5, 16] = input()
+        new: float32[1, 2, 3, 16] = input()
+        past_scale: float32[1, 2, 5, 2] = state_scale(past, steps=14, block=8, bits=4)
+        past_zero_point: uint8[1, 2, 5, 2] = state_zero_point(past, past_scale, block=8, bits=4)
+        past_q: uint8[1, 2, 5, 8] = state_integers(past, past_scale, past_zero_point, qmax=15, block=8, bits=4)
+        new_scale: float32[1, 2, 3, 2] = choose_scale(new, steps=14, axis=-1, symmetric=False, block=8)
+        new_zero_point: uint8[1, 2, 3, 2] = state_zero_point(new, new_scale, block=8, bits=4)
+        new_values: uint8[1, 2, 3, 16] = quantize(new, scale=new_scale, zero_point=new_zero_point, {rest})
+        new_q: uint8[1, 2, 3, 8] = pack_rows(new_values, bits=4)
+        cat_scale: float32[1, 2, 8, 2] = append(past_scale, new_scale, dim=2)
+        cat_zero_point: uint8[1, 2, 8, 2] = append(past_zero_point, new_zero_point, dim=2)
+        cat_q: uint8[1, 2, 8, 8] = append(past_q, new_q, dim=2)
+        cat: float32[1, 2, 8, 16] = quantized_rows(cat_q, cat_scale, cat_zero_point, size=16, bits=4)
+        cat_values: uint8[1, 2, 8, 16] = unpack_rows(cat_q, size=16, bits=4)
+        cat_dq: float32[1, 2, 8, 16] = dequantize(cat_values, scale=cat_scale, zero_point=cat_zero_point, {rest})
+        y: float32[1, 2, 8, 16] = relu(cat_dq)
+        return (y, cat)
+    """)
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "why"),
     [
@@ -119,26 +155,31 @@ def test_the_ledger_says_how_to_store_a_state_as_integers():
     assert all(40 < e.sqnr < 60 for e in entries)  # int8 per row of 16 values
 
 
-RECIPES = {
-    "weight_only": fxq.Recipe.weight_only(state=CACHE),
-    "reference": fxq.Recipe.weight_only(backend="reference", state=CACHE),
-    "dynamic": fxq.Recipe.dynamic(state=CACHE, optimize="coverage"),
-    "static": fxq.Recipe.static(state=CACHE, optimize="coverage"),
-    "cache alone": REFERENCE.override("*", fxq.FLOAT).override(
-        fxq.by_op("append"), fxq.QuantConfig(activation=None, weight=None, state=CACHE)
-    ),
-    **{
-        name: fxq.Recipe.static(state=CACHE, backend=name, optimize="coverage")  # what is fast differs with the cache
-        for name in ("openvino", "onnxruntime", "jit")
-    },
-}
+def recipes(state):
+    return {
+        "weight_only": fxq.Recipe.weight_only(state=state),
+        "reference": fxq.Recipe.weight_only(backend="reference", state=state),
+        "dynamic": fxq.Recipe.dynamic(state=state, optimize="coverage"),
+        "static": fxq.Recipe.static(state=state, optimize="coverage"),
+        "cache alone": REFERENCE.override("*", fxq.FLOAT).override(
+            fxq.by_op("append"), fxq.QuantConfig(activation=None, weight=None, state=state)
+        ),
+        **{
+            name: fxq.Recipe.static(state=state, backend=name, optimize="coverage")  # what is fast differs with it
+            for name in ("openvino", "onnxruntime", "jit")
+        },
+    }
+
+
+BLOCKS = fxq.TensorSpec(bits=4, per=8, range="dynamic")
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
-@pytest.mark.parametrize("name", RECIPES)
-def test_an_integer_cache_agrees_with_a_float_one(name):
-    recipe = RECIPES[name]
+@pytest.mark.parametrize(("spec", "least"), [(CACHE, 35), (BLOCKS, 20)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("name", recipes(CACHE))
+def test_an_integer_cache_agrees_with_a_float_one(name, spec, least):
+    recipe = recipes(spec)[name]
     if unavailable(recipe.backend):
         pytest.skip(f"{recipe.backend} does not run here")
     model = Attention().eval()
@@ -146,10 +187,10 @@ def test_an_integer_cache_agrees_with_a_float_one(name):
     q, tokens = quantized(model, recipe), torch.randn(1, 40, 32)
     (got, state), (want, floats) = run(q, tokens, empty()), run(in_float, tokens, empty())
     assert all(isinstance(part, QuantizedRows) for part in state)
-    assert sqnr([want], [got]) > 35  # 8 bits per row; the layers are those of the other model
+    assert sqnr([want], [got]) > least  # by the bits of the state; the layers are those of the other model
     for part, float_part in zip(state, floats, strict=True):
         error = (part.dequantize() - float_part).abs()
-        steps = error / part.scale
+        steps = error / part.scale.repeat_interleave(16 // part.blocks, -1)
         assert float(steps.max()) < (0.51 if recipe.preset == "weight_only" or name == "cache alone" else 20)
 
 
@@ -184,7 +225,7 @@ def test_the_work_per_token_does_not_grow(state, window):
     assert copied < 4 * (640 if window is None else 8 * 640 / 64)
 
 
-@pytest.mark.parametrize("state", [None, CACHE], ids=["float", "int8"])
+@pytest.mark.parametrize("state", [None, CACHE, BLOCKS], ids=["float", "int8", "int4"])
 def test_continuations_crops_and_reorders(state):
     recipe = fxq.Recipe.weight_only(backend="reference", state=state)
     q, tokens = quantized(Attention().eval(), recipe, batch=2), torch.randn(2, 30, 32)
@@ -217,15 +258,48 @@ def test_size_of_an_integer_cache():
     assert state.nbytes / (4 * state.numel()) == pytest.approx(0.25 + 5 / 256)
 
 
-def test_fewer_bits():
-    spec = fxq.TensorSpec(bits=4, per="row", range="dynamic")
-    q = quantized(Attention().eval(), fxq.Recipe.weight_only(state=spec))
-    _, (keys, _) = run(q, torch.randn(1, 10, 32), empty())
-    assert int(keys.integers.max()) == 15
+@pytest.mark.parametrize("recipe", ["cache alone", "weight_only"])
+@pytest.mark.parametrize(("bits", "per"), [(8, "row"), (8, 4), (4, "row"), (4, 4), (4, 16), (3, 8), (6, 2), (7, 8)])
+def test_blocks_and_bits(bits, per, recipe):
+    """Each block has the values of a row of its own, and few bits take as much memory as they should."""
+    recipe = recipes(fxq.TensorSpec(bits=bits, per=per, range="dynamic"))[recipe]
+    model, tokens = Attention().eval(), torch.randn(1, 10, 32)
+    q, in_float = (quantized(model, chosen) for chosen in (recipe, recipe.override(fxq.by_op("append"), fxq.FLOAT)))
+    state = run(q, tokens, empty())[1]
+    grid, block = DynamicGrid(0, 2**bits - 1, torch.uint8, -1, symmetric=False), 16 if per == "row" else per
+    for part, floats in zip(state, run(in_float, tokens, empty())[1], strict=True):
+        want = grid.rounded(floats.unflatten(-1, (16 // block, block))).flatten(-2)
+        assert torch.equal(part.dequantize(), want)
+        assert 2**bits - 2 <= int(part.integers.max()) < 2**bits
+        assert part.parts[0].nbytes == part.numel() * (bits if bits < 7 else 8) / 8
+        assert part.scale.shape == (1, 2, 10, 16 // block)
+    reasons = {entry.reason for entry in q.ledger if entry.op == "append"}
+    unpacked = f"its integers of {bits} bits are unpacked in each call; compiled loops read 8 and 4 bits"
+    assert reasons == {unpacked if bits in (3, 6) else ""}
 
 
-def test_files_copies_and_recipes():
-    recipe = fxq.Recipe.weight_only().override(fxq.by_op("append"), fxq.QuantConfig(None, None, state=CACHE))
+def test_a_block_that_does_not_divide_a_row():
+    spec = fxq.TensorSpec(bits=4, per=5, range="dynamic")
+    with pytest.raises(RecipeError, match="rows of 16 values, which blocks of 5 do not divide"):
+        quantized(Attention().eval(), fxq.Recipe.weight_only(state=spec))
+
+
+def test_a_state_of_another_form_is_quantized_again():
+    """A state that a model with another spec has returned is taken by its values, never by its integers."""
+    model, tokens, specs = Attention().eval(), torch.randn(1, 10, 32), [CACHE, BLOCKS, replace(BLOCKS, per="row")]
+    models = [quantized(model, recipes(spec)["reference"]) for spec in specs]
+    states = [run(q, tokens[:, :5], empty())[1] for q in models]
+    for q in models:
+        for state in states:
+            want, _ = run(q, tokens[:, 5:], [1 * part for part in state])
+            got, after = run(q, tokens[:, 5:], state)
+            assert torch.allclose(got, want, rtol=0, atol=1e-5)
+            assert after[0].shape == (1, 2, 10, 16)
+
+
+@pytest.mark.parametrize("spec", [CACHE, BLOCKS], ids=["8 bits", "4 bits"])
+def test_files_copies_and_recipes(spec):
+    recipe = fxq.Recipe.weight_only().override(fxq.by_op("append"), fxq.QuantConfig(None, None, state=spec))
     assert fxq.Recipe.from_dict(recipe.to_dict()) == recipe
     q, tokens = quantized(Attention().eval(), recipe), torch.randn(1, 10, 32)
     want, state = run(q, tokens, empty())
@@ -243,10 +317,11 @@ def test_a_state_cannot_be_changed_in_place():
         keys *= 0.5
 
 
-def test_onnx_keeps_the_state_in_float(tmp_path):
+@pytest.mark.parametrize("spec", [CACHE, BLOCKS], ids=["8 bits", "4 bits"])
+def test_onnx_keeps_the_state_in_float(tmp_path, spec):
     """In ONNX, the state is float at both ends, and quantized again in each call."""
     runtime = pytest.importorskip("onnxruntime")
-    q = quantized(Attention().eval(), fxq.Recipe.weight_only(backend="reference", state=CACHE))
+    q = quantized(Attention().eval(), fxq.Recipe.weight_only(backend="reference", state=spec))
     q.export(tmp_path / "m.onnx")
     options = runtime.SessionOptions()
     options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL

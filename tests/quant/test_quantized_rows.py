@@ -9,15 +9,25 @@ import torch
 import torch.nn.functional as F
 
 from fxq.errors import InputError
+from fxq.quant.packing import Packing
 from fxq.quant.quantized_rows import QuantizedRows
 
 
 def rows(*shape: int) -> QuantizedRows:
     """Random rows (2, 3, 7, 8) or of another shape."""
-    shape = shape or (2, 3, 7, 8)
-    generator = torch.Generator().manual_seed(0)
-    integers, zero_point = (torch.randint(0, 256, size, generator=generator) for size in (shape, (*shape[:-1], 1)))
-    return QuantizedRows(integers.byte(), torch.rand(zero_point.shape, generator=generator) + 0.1, zero_point.byte())
+    return rows_of(8, 1, shape or (2, 3, 7, 8))
+
+
+def rows_of(bits: int, blocks: int, shape: tuple[int, ...] = (2, 3, 7, 8)) -> QuantizedRows:
+    """Random rows of integers of this width with several blocks each."""
+    generator, sizes = torch.Generator().manual_seed(0), (shape, (*shape[:-1], blocks))
+    integers, zero_point = (torch.randint(0, 2**bits, size, generator=generator).byte() for size in sizes)
+    packing = None if bits == 8 else Packing(shape[-1:], bits, signed=False)
+    stored = integers if packing is None else packing.pack_last(integers)
+    return QuantizedRows(stored, torch.rand(zero_point.shape, generator=generator) + 0.1, zero_point, packing)
+
+
+FORMS = [(8, 1), (4, 1), (8, 2), (4, 2), (4, 4), (3, 2), (8, 8), (4, 8)]
 
 
 ORDER = torch.tensor([1, 0, 0])
@@ -47,6 +57,9 @@ COMPUTES = {
     "attention": lambda x: F.scaled_dot_product_attention(torch.ones(2, 3, 1, 8), x, x),
     "view": lambda x: x.view(6, 7, 8),
     "part of rows": lambda x: x[..., :2],
+    "half of rows": lambda x: x[..., :4],
+    "part of rows by index": lambda x: x.index_select(-1, torch.tensor([3, 2, 1, 0])),
+    "doubled rows": lambda x: x.repeat_interleave(2, dim=-1),
     "column": lambda x: x[..., 3],
     "turned rows": lambda x: x[..., torch.arange(7, -1, -1)],
     "same column": lambda x: x[..., torch.zeros(8, dtype=torch.long)],
@@ -75,6 +88,35 @@ def test_whole_rows_move_as_integers(function, mode):
         assert type(result) is QuantizedRows and result.integers.dtype is torch.uint8
         assert torch.equal(result.dequantize(), function(x.dequantize()))
         assert result.shape == result.integers.shape
+
+
+@pytest.mark.parametrize(("bits", "blocks"), FORMS)
+def test_packed_rows_and_blocks(bits, blocks):
+    """Functions that move whole rows keep their form, and all results have the values of the float function."""
+    x = rows_of(bits, blocks)
+    step = x.scale.repeat_interleave(8 // blocks, -1)
+    want = (x.integers.float() - x.zero_point.repeat_interleave(8 // blocks, -1)) * step
+    assert torch.equal(x.dequantize(), want) and int(x.integers.max()) > 0.9 * 2**bits - 1
+    assert x.shape == (2, 3, 7, 8) and x.parts[0].shape[-1] == bits
+    assert x.is_stored_as(None if blocks == 1 else 8 // blocks, bits) and not x.is_stored_as(3, bits)
+    for name, function in MOVES.items():
+        result = function(x)
+        assert type(result) is QuantizedRows, name
+        assert (result.packing, result.blocks) == (x.packing, blocks), name
+        assert torch.equal(result.dequantize(), function(want)) and result.shape == function(want).shape, name
+    for name, function in COMPUTES.items():
+        result = function(x)  # with a block for each value, parts of rows can be integers, too
+        result = result.dequantize() if isinstance(result, QuantizedRows) else result
+        assert torch.equal(result, function(want)), name
+
+
+def test_rows_of_several_forms_are_joined_as_floats():
+    forms = [rows_of(bits, blocks) for bits, blocks in ((8, 1), (4, 1), (4, 2), (8, 2))]
+    for x in forms:
+        for y in forms:
+            joined = torch.cat([x, y], 2)
+            assert isinstance(joined, QuantizedRows) == (x is y)
+            assert torch.equal(torch.cat([x.dequantize(), y.dequantize()], 2), 1 * joined)
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -29,9 +29,17 @@ CASES = {
         fxq.QuantConfig(replace(ACTIVATION, per=64)),
         'per=64 for the activation .*: use per="tensor" or per="row"',
     ),
-    "blocks of a state": (
-        fxq.QuantConfig(state=fxq.TensorSpec(bits=4, per=32, range="dynamic")),
-        'per=32 for the state is not supported yet: use per="row" or per="tensor"',
+    "symmetric blocks of a state": (
+        fxq.QuantConfig(state=fxq.TensorSpec(bits=4, per=32, symmetric=True, range="dynamic")),
+        "a state per block that is symmetric or signed is not supported yet",
+    ),
+    "symmetric blocks of a state alone": (
+        fxq.QuantConfig(None, None, state=fxq.TensorSpec(bits=4, per=32, symmetric=True, range="dynamic")),
+        "a state per block that is symmetric or signed is not supported yet",
+    ),
+    "calibrated blocks of a state": (
+        fxq.QuantConfig(state=fxq.TensorSpec(bits=4, per=32)),
+        'range="calibrated" for a state per block is not supported yet',
     ),
     "per channel": (fxq.QuantConfig(replace(ACTIVATION, per="channel")), "per='channel' for the activation"),
     "groups": (

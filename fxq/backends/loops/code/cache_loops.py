@@ -3,6 +3,8 @@
 A cache in integers has a scale and a zero point for each row, of a token and a head. Rows are rounded as by the ops
 `choose_scale`, `state_zero_point` and `quantize`, bit by bit. Attention multiplies with the integers as floats, and
 applies scales and zero points to the sums: query @ key = scale * (query @ integers - zero point * sum(query)).
+Rows of 4 bits, which are packed as in `fxq/quant/packing.py`, and rows with several scales are converted to floats,
+a few at a time, for all queries of a head.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ from fxq.backends.loops.code.attention_code import (
     QUERIES_AT_ONCE,
     TILE_COLUMNS,
     exponentials,
+    four_rows,
     one_row,
     rows_of_integers,
 )
 from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.row_loops import ends_of_row
-from fxq.backends.loops.code.token_code import KEY_QUERIES, integer_key_products, key_products
+from fxq.backends.loops.code.token_code import (
+    KEY_QUERIES,
+    bytes_as_floats,
+    integer_key_products,
+    key_products,
+    pairs_as_floats,
+)
 from fxq.backends.loops.code.vectors import LANES
 from fxq.quant.dynamic_grid import MIN_SCALE
 
@@ -29,9 +38,15 @@ _f, _i, _exact = np.float32, np.int32, np.float64
 
 ATTEND_FIELDS = 23
 """Number of integers that describe an attention, see `token_loops.attend`."""
-GRID_FIELDS = 6
+GRID_FIELDS = 8
 """Number of further integers for keys in integers, and for values: address of the scales, float32 (samples, heads,
-keys), and strides of their first two axes; and so for the zero points, uint8. Those of a head are side by side."""
+keys, blocks), and strides of their first three axes; and so for the zero points, uint8. Those of a head are side by
+side."""
+FORM_FIELDS = 2
+"""Number of further integers for keys and values in integers: bits of an integer, 8 or 4, and blocks of a row."""
+_FORM = ATTEND_FIELDS + 2 * GRID_FIELDS
+_ROWS_AT_ONCE = 32
+"""Rows of a cache that are converted to floats at once. They stay in the first-level cache."""
 
 
 @helper
@@ -81,7 +96,7 @@ def attend_heads(first, end, fields):
 def _grid_of(fields, at, n, h):
     """Addresses of the scales and of the zero points of a head, see `GRID_FIELDS`."""
     scale = fields[at] + 4 * (n * fields[at + 1] + h * fields[at + 2])
-    return scale, fields[at + 3] + n * fields[at + 4] + h * fields[at + 5]
+    return scale, fields[at + 4] + n * fields[at + 5] + h * fields[at + 6]
 
 
 @helper
@@ -97,11 +112,118 @@ def _weights_of_rows(scores, keys, scale, zero, total):
 
 
 @helper
+def _convert_rows(fields, grid, stored, stride, places, first, count, out):
+    """Write some rows of keys or values of a head as float32 (count, depth) to the address `out`.
+
+    Args:
+        fields: Those of `attend_heads_of_integers`.
+        grid: Index of the `GRID_FIELDS` of the keys or values.
+        stored: Address of the integers of the head.
+        stride: Bytes between rows.
+        places: Addresses of the scales and of the zero points of the head.
+        first: Number of the first row.
+        count: Number of rows.
+        out: Address of the result.
+    """
+    depth, bits, blocks = fields[21], fields[_FORM], fields[_FORM + 1]
+    size, half = depth // blocks, depth // 2
+    scale, zero = places[0] + 4 * fields[grid + 3] * first, places[1] + fields[grid + 7] * first
+    if size % LANES == 0 and (bits == 8 or half % LANES == 0):
+        source, of_grid = stored + stride * first, 4 * fields[grid + 3]
+        if bits == 8:
+            bytes_as_floats(source, stride, scale, of_grid, zero, fields[grid + 7], count, blocks, size // LANES, out)
+        else:
+            pairs_as_floats(source, stride, scale, of_grid, zero, fields[grid + 7], count, blocks, size // LANES, out)
+        return
+    for i in range(count):
+        row, source = carray(floats(out + 4 * depth * i), depth), stored + stride * (first + i)
+        if bits == 8:
+            integers = carray(bytes_(source), depth)
+            for j in range(depth):
+                row[j] = _f(integers[j])
+        else:
+            pairs = carray(bytes_(source), half)
+            for j in range(half):
+                row[j] = _f(_i(pairs[j] & 15))
+            for j in range(half):
+                row[half + j] = _f(_i(pairs[j] >> 4))
+        steps = carray(floats(scale + 4 * fields[grid + 3] * i), blocks)
+        zeros = carray(bytes_(zero + fields[grid + 7] * i), blocks)
+        for block in range(blocks):
+            step, middle, values = steps[block], _f(zeros[block]), row[size * block : size * (block + 1)]
+            for j in range(size):
+                values[j] = (values[j] - middle) * step
+
+
+@helper
+def _scores_of_rows(fields, key, places, scaled, rows, scores):
+    """Write the products of scaled queries with all keys of a head, which are converted to floats in `rows`."""
+    keys, depth, padded = fields[20], fields[21], scores.shape[1]
+    for j in range(0, keys, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, keys - j)
+        _convert_rows(fields, ATTEND_FIELDS, key, fields[10], places, j, count, rows.ctypes.data)
+        for r in range(len(scaled)):
+            x, y = scaled.ctypes.data + 4 * depth * r, scores.ctypes.data + 4 * (padded * r + j)
+            key_products(x, rows.ctypes.data, 4 * depth, count, depth // LANES, y)
+
+
+@helper
+def _sums_of_rows(fields, value, places, scores, rows, sums, out):
+    """Write the sums of the values of a head, weighted by rows of scores, to the address `out`."""
+    keys, depth, padded = fields[20], fields[21], scores.shape[1]
+    result = carray(floats(out), (len(sums), depth))
+    result[:] = _f(0)
+    for j in range(0, keys, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, keys - j)
+        _convert_rows(fields, ATTEND_FIELDS + GRID_FIELDS, value, fields[13], places, j, count, rows.ctypes.data)
+        for c in range(0, depth, TILE_COLUMNS):
+            four_rows(
+                scores.ctypes.data + 4 * j, 4 * padded, rows.ctypes.data + 4 * c, 4 * depth, count,
+                sums.ctypes.data + 4 * c, 4 * depth,
+            )  # fmt: skip
+        result += sums
+
+
+@helper
+def _attend_heads_of_blocks(first, end, fields):
+    """Compute some heads of an attention to keys and values with few bits or several scales in a row."""
+    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    mask, scale = fields[3], carray(floats(fields[22]), 1)[0]
+    padded = (keys + LANES - 1) // LANES * LANES
+    scores, scaled = np.zeros((QUERIES_AT_ONCE, padded), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
+    rows, sums = np.empty((_ROWS_AT_ONCE, depth), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
+    total = np.empty(1, _f)
+    for head in range(first, end):
+        n, h = head // heads, head % heads
+        key, value = fields[1] + n * strides[3] + h * strides[4], fields[2] + n * strides[6] + h * strides[7]
+        of_keys, of_values = _grid_of(fields, ATTEND_FIELDS, n, h), _grid_of(fields, ATTEND_FIELDS + GRID_FIELDS, n, h)
+        for i in range(0, queries, QUERIES_AT_ONCE):
+            count = min(QUERIES_AT_ONCE, queries - i)
+            for r in range(count):
+                _scale(fields[0] + 4 * (n * strides[0] + h * strides[1] + (i + r) * strides[2]), scale, scaled[r])
+            _scores_of_rows(fields, key, of_keys, scaled[:count], rows, scores)
+            for r in range(count):
+                row = scores[r]
+                if mask:
+                    _hide(row, mask + n * strides[9] + h * strides[10] + (i + r) * strides[11], strides[12], keys)
+                row[keys:] = -np.inf
+                exponentials(row.ctypes.data, padded // LANES, total.ctypes.data)
+                row *= _f(0) if total[0] == 0 else _f(1) / total[0]
+            target = fields[4] + 4 * depth * ((n * heads + h) * queries + i)
+            _sums_of_rows(fields, value, of_values, scores, rows, sums[:count], target)
+    scores[0, 0] = scaled[0, 0] + sums[0, 0] + total[0] + rows[0, 0]  # keeps the arrays alive
+
+
+@helper
 def attend_heads_of_integers(first, end, fields):
     """Compute some heads of an attention to keys and values in integers.
 
-    `fields` are those of `token_loops.attend`, for key and value in uint8, and then twice `GRID_FIELDS`.
+    `fields` are those of `token_loops.attend`, for key and value in uint8, and then twice `GRID_FIELDS`, and
+    `FORM_FIELDS`.
     """
+    if fields[_FORM] != 8 or fields[_FORM + 1] != 1:
+        _attend_heads_of_blocks(first, end, fields)
+        return
     query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
     strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
     scale = carray(floats(fields[22]), 1)[0]
@@ -163,3 +285,24 @@ def store_row(x, depth, steps, qmax, integers, scale, zero):
         value = value if value > _f(0) else _f(0)  # NaN becomes 0
         target[j] = np.uint8(_i(_f(qmax) if value > _f(qmax) else value))
     carray(floats(scale), 1)[0], carray(bytes_(zero), 1)[0] = step, np.uint8(_i(middle))
+
+
+@helper
+def store_blocks(x, depth, blocks, bits, steps, qmax, integers, scale, zero):
+    """Round each block of a row of floats as `store_row` does a row, and pack integers of 4 bits.
+
+    `integers` is the address of `depth` bytes, or half as many for 4 bits; the scales and zero points of the blocks are
+    side by side at `scale` and `zero`.
+    """
+    size, half = depth // blocks, depth // 2
+    if bits == 8:
+        for block in range(blocks):
+            at = size * block
+            store_row(x + 4 * at, size, steps, qmax, integers + at, scale + 4 * block, zero + block)
+        return
+    values, target = np.empty(depth, np.uint8), carray(bytes_(integers), half)
+    for block in range(blocks):
+        at = size * block
+        store_row(x + 4 * at, size, steps, qmax, values.ctypes.data + at, scale + 4 * block, zero + block)
+    for j in range(half):
+        target[j] = values[j] | (values[half + j] << 4)

@@ -10,7 +10,20 @@ from numba.core import cgutils
 from fxq.backends.loops.code import vectors
 from fxq.backends.loops.code.attention_code import QUERIES_AT_ONCE, integers_at
 from fxq.backends.loops.code.machine_code import KIND, choose, on_addresses
-from fxq.backends.loops.code.vectors import FLOAT32, FLOATS, INT8, INT64, LANES, load, number, splat, store
+from fxq.backends.loops.code.vectors import (
+    BYTES,
+    FLOAT32,
+    FLOATS,
+    INT8,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    load,
+    number,
+    splat,
+    store,
+)
 
 _KEYS_AT_ONCE = 4
 KEY_QUERIES = QUERIES_AT_ONCE if KIND.has_avx512 else 1
@@ -72,3 +85,40 @@ def integer_key_products(
             tile(of_queries, 1, b.add(done, key.index))
 
     choose(b, queries, range(1, KEY_QUERIES + 1), all_keys)
+
+
+def _rows_as_floats(bits: int) -> Any:
+    """Return code that writes rows of a cache in integers of 8 or 4 bits as floats.
+
+    Arguments of the code, as addresses and bytes: `rows`, uint8, `stride` apart; `scale`, float32 (blocks,) for each
+    row, `scale_stride` apart, and `zero`, uint8; `count`, the number of rows; `blocks` of a row, and `vectors` of 16
+    values of a block; `out`, float32 (count, blocks, vectors, 16). With 4 bits, half a row is a multiple of 16 values.
+    """
+
+    def code(b, rows, stride, scale, scale_stride, zero, zero_stride, count, blocks, vectors, out):
+        of_row = b.mul(blocks, vectors)
+        half = b.lshr(of_row, number(1))
+        with cgutils.for_range(b, count, intp=INT64) as row, cgutils.for_range(b, blocks, intp=INT64) as block:
+            line = b.add(rows, b.mul(row.index, stride))
+            steps, zeros = (
+                b.add(start, b.mul(row.index, apart)) for start, apart in ((scale, scale_stride), (zero, zero_stride))
+            )
+            step = splat(b, load(b, b.add(steps, b.mul(block.index, number(4))), FLOAT32))
+            middle = splat(b, b.uitofp(load(b, b.add(zeros, block.index), INT8), FLOAT32))
+            with cgutils.for_range(b, vectors, intp=INT64) as vector:
+                index = b.add(b.mul(block.index, vectors), vector.index)
+                if bits == 8:
+                    x = integers_at(b, b.add(line, b.mul(index, number(LANES))))
+                else:
+                    is_high = b.icmp_unsigned(">=", index, half)
+                    place = b.sub(index, b.select(is_high, half, number(0)))
+                    pairs = b.zext(load(b, b.add(line, b.mul(place, number(LANES))), BYTES), INTS)
+                    shift = b.select(is_high, ir.Constant(INT32, 4), ir.Constant(INT32, 0))
+                    x = b.sitofp(b.and_(b.lshr(pairs, splat(b, shift)), ir.Constant(INTS, [15] * LANES)), FLOATS)
+                place = b.add(b.mul(row.index, of_row), index)
+                store(b, b.fmul(b.fsub(x, middle), step), b.add(out, b.mul(place, number(4 * LANES))))
+
+    return on_addresses(code)
+
+
+bytes_as_floats, pairs_as_floats = map(_rows_as_floats, (8, 4))

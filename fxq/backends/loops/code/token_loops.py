@@ -15,7 +15,13 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code.attention_code import TILE_COLUMNS as TILE_COLUMNS
 from fxq.backends.loops.code.cache_loops import ATTEND_FIELDS as ATTEND_FIELDS
-from fxq.backends.loops.code.cache_loops import GRID_FIELDS, attend_heads, attend_heads_of_integers, store_row
+from fxq.backends.loops.code.cache_loops import (
+    FORM_FIELDS,
+    GRID_FIELDS,
+    attend_heads,
+    attend_heads_of_integers,
+    store_blocks,
+)
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_loops import multiply, multiply_integers
 from fxq.backends.loops.code.memory_loops import FUNCTION_NAMES as FUNCTION_NAMES
@@ -32,7 +38,7 @@ APPEND, ATTEND, APPEND_INTEGERS, ATTEND_TO_INTEGERS = range(10, 14)
 VARYING = 5
 """Integers that describe a state (samples, heads, length, depth): its address, its length, and the strides of the first
 three axes; or a mask: its address and four strides. A state in integers has them for its integers, then for its scales
-and for its zero points, which have a depth of 1."""
+and for its zero points, whose depth is the number of blocks of a row."""
 
 
 class TokenField(IntEnum):
@@ -55,6 +61,8 @@ class TokenField(IntEnum):
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
     GRID = 24  # kind, steps, qmin and qmax of `row_loops.quantize_rows`; APPEND_INTEGERS reads steps and qmax
+    BITS = 23  # of steps on states in integers: width of a stored integer, 8 or 4
+    BLOCKS = 24  # of steps on states in integers: number of scales of a row
 
 
 MAX_FIELDS = 28
@@ -194,7 +202,7 @@ def attend(parts, count, fields):
 @helper
 def _attend_step(step, bases):
     """Compute the heads of an attention from `COLUMNS` on, for queries (samples, heads, queries, depth)."""
-    fields, sizes = np.empty(ATTEND_FIELDS + 2 * GRID_FIELDS, np.int64), TokenField.SIZES
+    fields, sizes = np.empty(ATTEND_FIELDS + 2 * GRID_FIELDS + FORM_FIELDS, np.int64), TokenField.SIZES
     key, value, mask = step[TokenField.STATE], step[TokenField.VALUES], step[TokenField.MASK]
     fields[0], fields[4] = address_of(bases, step, TokenField.X), address_of(bases, step, TokenField.OUT)
     fields[1], fields[2], fields[3] = bases[key], bases[value], bases[mask] if mask else 0
@@ -212,7 +220,9 @@ def _attend_step(step, bases):
     for first in (key, value):
         for part in range(first + VARYING, first + 3 * VARYING, VARYING):
             fields[at], fields[at + 1], fields[at + 2] = bases[part], bases[part + 2], bases[part + 3]
-            at += 3
+            fields[at + 3] = bases[part + 4]
+            at += 4
+    fields[at], fields[at + 1] = step[TokenField.BITS], step[TokenField.BLOCKS]
     attend_heads_of_integers(step[TokenField.COLUMNS], step[TokenField.COLUMNS + 1], fields)
 
 
@@ -236,9 +246,9 @@ def _append(step, bases):
                     _transform(COPY, source, bases[state] + 4 * target, depth)
                     continue
                 scale, zero, grid = state + VARYING, state + 2 * VARYING, TokenField.GRID
-                store_row(
-                    source, depth, step[grid + 1], step[grid + 3], bases[state] + target,
-                    bases[scale] + 4 * _entry(bases, scale, n, h, first + j),
+                store_blocks(
+                    source, depth, step[TokenField.BLOCKS], step[TokenField.BITS], step[grid + 1], step[grid + 3],
+                    bases[state] + target, bases[scale] + 4 * _entry(bases, scale, n, h, first + j),
                     bases[zero] + _entry(bases, zero, n, h, first + j),
                 )  # fmt: skip
 

@@ -187,6 +187,7 @@ class TokenBinder(Binder):
         kept, read = list[BoundLine](), set[str]()
         for line in reversed(lines):
             is_rounding = self._is_inner(line.node) or state_node(line.node) is not line.node
+            is_rounding = is_rounding or is_op(line.node, "unpack_rows")
             if not is_rounding or not read.isdisjoint(line.writes):
                 kept.append(line)
                 read.update(line.reads)

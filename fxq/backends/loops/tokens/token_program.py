@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxq.backends.loops.code.thread_pool import Job, code_address, run_together, usable_threads
 from fxq.common.appending import extended
+from fxq.quant.packing import Packing
 from fxq.quant.quantized_rows import QuantizedRows
 from fxq.quant.row_memory import RowMemory
 from fxq.runtime.growing import OtherInputsError
@@ -30,6 +31,8 @@ class StateForm(NamedTuple):
         depth: size of the last axis.
         new: number of new entries.
         in_integers: whether the state is `QuantizedRows` of uint8; else it is float32.
+        packing: how a row of integers is packed into bytes; None: each takes a byte.
+        blocks: number of scales of a row of integers.
     """
 
     samples: int
@@ -37,6 +40,13 @@ class StateForm(NamedTuple):
     depth: int
     new: int
     in_integers: bool = False
+    packing: Packing | None = None
+    blocks: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Width of a stored integer."""
+        return 8 if self.packing is None else self.packing.bits
 
     @property
     def tensor_count(self) -> int:
@@ -49,16 +59,19 @@ class StateForm(NamedTuple):
         Raises:
             OtherInputsError: it has another form, or needs a gradient.
         """
+        if type(state) is QuantizedRows and (state.packing, state.blocks) != (self.packing, self.blocks):
+            raise OtherInputsError
         if self.in_integers and type(state) is QuantizedRows and state.memory is not None:
             if state.memory.sizes != (self.samples, self.heads, self.depth):
                 raise OtherInputsError
             return state.shape[GROWING_AXIS]
         parts = state.parts if type(state) is QuantizedRows else (state,)
+        stored = self.depth if self.packing is None else self.packing.row_bytes
         dtypes = (torch.uint8, torch.float32, torch.uint8) if self.in_integers else (torch.float32,)
         if len(parts) != len(dtypes):
             raise OtherInputsError
         length = 0
-        for part, dtype, depth in zip(parts, dtypes, (self.depth, 1, 1), strict=False):
+        for part, dtype, depth in zip(parts, dtypes, (stored, self.blocks, self.blocks), strict=False):
             if type(part) is not Tensor or part.dtype is not dtype or part.requires_grad or part.dim() != 4:
                 raise OtherInputsError
             if not part.is_cpu:
@@ -71,7 +84,7 @@ class StateForm(NamedTuple):
     def continued(self, state: Any) -> tuple[Tensor, list[int]]:
         """State with room for the new entries, and the integers that describe it, see `token_loops.VARYING`.
 
-        The values of a row are side by side in memory, and so are the scales and zero points of the rows of a head.
+        The values of a row are side by side in memory, and so are the scales and zero points of a head or row.
         """
         if not self.in_integers:
             floats = extended(state if state.stride(3) == 1 else state.contiguous(), self.new, GROWING_AXIS)
@@ -79,14 +92,16 @@ class StateForm(NamedTuple):
         memory, length = state.memory, state.shape[GROWING_AXIS] + self.new
         if memory is not None and memory.claims(length - self.new, self.new):
             return memory.state(length), memory.numbers(length)
-        axes = zip(state.parts, (3, 2, 2), strict=True)
+        of_grid = 2 if self.blocks == 1 else 3
+        axes = zip(state.parts, (3, of_grid, of_grid), strict=True)
         past = [part if part.stride(axis) == 1 else part.contiguous() for part, axis in axes]
         parts = [extended(part, self.new, GROWING_AXIS) for part in past]
-        memory = RowMemory.of(parts)
+        memory = RowMemory.of(parts, self.packing)
         if memory is not None:
             return memory.state(length), memory.numbers(length)
         numbers = [number for part in parts for number in (part.data_ptr(), length, *part.stride()[:3])]
-        return QuantizedRows(*parts), numbers
+        integers, scale, zero_point = parts
+        return QuantizedRows(integers, scale, zero_point, self.packing), numbers
 
 
 class MaskForm(NamedTuple):

@@ -275,16 +275,19 @@ class TokenProgramBuilder:
         if x is None or not is_long or not isinstance(past, fx.Node) or past in self.values or past in self.states:
             return False
         samples, heads, count, depth = x.shape
-        if (depth > 1 and x.strides[3] != 1) or (stored is not None and depth % self.loops.TILE_COLUMNS):
+        is_stored = stored is None or (depth % self.loops.TILE_COLUMNS == 0 and stored.bits in (4, 8))
+        if (depth > 1 and x.strides[3] != 1) or not is_stored:
             return False
         self.states[node] = len(self.pasts)
         self.pasts.append(past)
-        self._growing.states.append(StateForm(samples, heads, depth, count, stored is not None))
+        packing, blocks = (None, 1) if stored is None else (stored.packing, depth // (stored.block or depth))
+        form = StateForm(samples, heads, depth, count, stored is not None, packing, blocks)
+        self._growing.states.append(form)
         fields = self._fields(SIZES=(samples, heads, count), X_STRIDES=x.strides[:3], ARGUMENT=(depth,))
         code = self.loops.APPEND
         if stored is not None:
             code = self.loops.APPEND_INTEGERS
-            fields |= self._fields(GRID=(0, stored.steps, 0, stored.qmax))
+            fields |= self._fields(BITS=(form.bits, form.blocks), GRID=(form.blocks, stored.steps, 0, stored.qmax))
         self._steps.append(_Step(code, None, (x,), fields, states=(self.states[node],)))
         return True
 
@@ -294,13 +297,12 @@ class TokenProgramBuilder:
         if attention is None or not self.states.keys() >= set(nodes):
             return None
         query, states = self._operand(attention.query), tuple(self.states[node] for node in nodes)
-        forms = [self._growing.states[state] for state in states]
+        form, of_values = (self._growing.states[state] for state in states)
         if query is None or len(query.shape) != 4 or query.strides[3] != 1 or query.shape[2] > MAX_QUERIES:
             return None
         samples, heads, queries, depth = query.shape
         sizes = samples, heads, depth
-        in_integers = forms[0].in_integers
-        if any((form[:3], form.in_integers) != (sizes, in_integers) for form in forms):
+        if not (form[:3] == of_values[:3] == sizes and form[4:] == of_values[4:]):  # `new` may differ
             return None
         if depth % self.loops.TILE_COLUMNS:
             return None
@@ -311,11 +313,11 @@ class TokenProgramBuilder:
         self._factors.append(torch.tensor(attention.factor_for(depth), dtype=torch.float32, device="cpu"))
         fields = self._fields(
             SIZES=(samples, heads, queries), X_STRIDES=query.strides[:3], ARGUMENT=(depth,),
-            FACTOR=(self._factors[-1].data_ptr(),), COLUMNS=(0, samples * heads),
+            FACTOR=(self._factors[-1].data_ptr(),), COLUMNS=(0, samples * heads), BITS=(form.bits, form.blocks),
         )  # fmt: skip
         out = self._new(shape)
         parts = partial(_head_parts, samples * heads)
-        code = self.loops.ATTEND_TO_INTEGERS if in_integers else self.loops.ATTEND
+        code = self.loops.ATTEND_TO_INTEGERS if form.in_integers else self.loops.ATTEND
         self._steps.append(_Step(code, out, (query,), fields, parts, states, mask))
         return out
 

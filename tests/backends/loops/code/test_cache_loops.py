@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fxq.backends.loops.code.compiler import loops
 from fxq.ops.conversions import choose_scale, quantize
-from fxq.ops.states import state_zero_point
+from fxq.ops.states import pack_rows, state_zero_point
+from fxq.quant.packing import Packing
 from fxq.quant.quantized_rows import QuantizedRows
 
 LOOPS = loops("token_loops")
@@ -28,13 +29,14 @@ def run_step(code, x, out, states, mask=None, factor=1.0, parts=None, grid=()):
     for state in states:
         indices.append(len(bases))
         for part in state.parts:
-            bases += part.data_ptr(), state.integers.shape[2], *part.stride()[:3]
+            bases += part.data_ptr(), state.shape[2], *part.stride()[:3]
     step = torch.zeros(1, LOOPS.MAX_FIELDS, dtype=torch.int64)
     samples, heads, count, depth = x.shape
     numbers = {
         field.CODE: [code], field.OUT: [3, 0], field.X: [2, 0], field.SIZES: [samples, heads, count],
         field.X_STRIDES: x.stride()[:3], field.STATE: indices, field.MASK: [at_mask], field.ARGUMENT: [depth],
         field.FACTOR: [factor.data_ptr()], field.COLUMNS: parts or (0, samples * heads), field.GRID: grid,
+        field.BITS: [8 if states[0].packing is None else 4, states[0].blocks],
     }  # fmt: skip
     for first, values in numbers.items():
         if values:
@@ -43,28 +45,31 @@ def run_step(code, x, out, states, mask=None, factor=1.0, parts=None, grid=()):
     LOOPS.run(step.data_ptr(), 1, memory.data_ptr())
 
 
-def empty_rows(samples, heads, length, depth, room=3):
+def empty_rows(samples, heads, length, depth, room=3, block=None, packed=False):
     """Rows that are the first ones in larger memory."""
-    shape = samples, heads, length + room
+    shape, blocks = (samples, heads, length + room), 1 if block is None else depth // block
+    packing = Packing((depth,), 4, signed=False) if packed else None
     parts = (
-        torch.zeros(*shape, depth, dtype=torch.uint8),
-        torch.zeros(*shape, 1),
-        torch.zeros(*shape, 1, dtype=torch.uint8),
+        torch.zeros(*shape, packing.row_bytes if packed else depth, dtype=torch.uint8),
+        torch.zeros(*shape, blocks),
+        torch.zeros(*shape, blocks, dtype=torch.uint8),
     )
-    return QuantizedRows(*(part[:, :, :length] for part in parts))
+    return QuantizedRows(*(part[:, :, :length] for part in parts), packing)
 
 
-def rounded(x, bits):
+def rounded(x, bits, block=None, packed=False):
     """Integers, scales and zero points of rows by the ops that `store-states` writes."""
     steps, qmax = 2**bits - 2, 2**bits - 1
-    scale = choose_scale(x, steps=steps, axis=-1, symmetric=False)
-    zero_point = state_zero_point(x, scale)
-    return quantize(x, scale=scale, zero_point=zero_point, qmax=qmax), scale, zero_point
+    scale = choose_scale(x, steps=steps, axis=-1, symmetric=False, block=block)
+    zero_point = state_zero_point(x, scale, block=block)
+    axis = None if block is None else -1
+    integers = quantize(x, scale=scale, zero_point=zero_point, qmax=qmax, axis=axis, block=block)
+    return pack_rows(integers, bits=4) if packed else integers, scale, zero_point
 
 
-def appended(x, bits=8, earlier=2):
-    state = empty_rows(*x.shape[:2], earlier + x.shape[2], x.shape[3])
-    run_step(LOOPS.APPEND_INTEGERS, x, None, [state], grid=(0, 2**bits - 2, 0, 2**bits - 1))
+def appended(x, bits=8, earlier=2, **form):
+    state = empty_rows(*x.shape[:2], earlier + x.shape[2], x.shape[3], **form)
+    run_step(LOOPS.APPEND_INTEGERS, x, None, [state], grid=(state.blocks, 2**bits - 2, 0, 2**bits - 1))
     assert not any(part[:, :, :earlier].any() for part in state.parts)  # earlier entries are not touched
     return tuple(part[:, :, earlier:] for part in state.parts)
 
@@ -73,13 +78,15 @@ def appended(x, bits=8, earlier=2):
 @settings(max_examples=40, deadline=None)
 @given(
     samples=st.integers(1, 2), heads=st.integers(1, 3), count=st.integers(1, 5), depth=st.sampled_from([32, 64, 80]),
-    bits=st.sampled_from([8, 8, 7, 4, 2]), shift=st.sampled_from([-30.0, -1.0, 0.0, 0.5, 30.0]),
+    bits=st.sampled_from([8, 8, 7, 4, 2]), block=st.sampled_from([None, 16, 8, 2]),
+    shift=st.sampled_from([-30.0, -1.0, 0.0, 0.5, 30.0]),
     size=st.sampled_from([1e-38, 1e-6, 1.0, 1e4, 3e37]), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_rows_are_rounded_as_by_the_ops(samples, heads, count, depth, bits, shift, size, seed):
+def test_rows_are_rounded_as_by_the_ops(samples, heads, count, depth, bits, block, shift, size, seed):
     torch.manual_seed(seed)
     x = (torch.randn(samples, count, heads, depth).transpose(1, 2) + shift) * size
-    for ours, theirs in zip(appended(x, bits), rounded(x, bits), strict=True):
+    form = {"block": block, "packed": bits <= 4}
+    for ours, theirs in zip(appended(x, bits, **form), rounded(x, bits, **form), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)  # bit by bit
 
 
@@ -104,9 +111,10 @@ def test_values_between_two_integers_are_rounded_as_by_the_ops():
             assert torch.equal(ours, theirs)
 
 
-def rows_of(x):
-    state = empty_rows(*x.shape)
-    for part, value in zip(state.parts, rounded(x, 8), strict=True):
+def rows_of(x, bits=8, block=None):
+    form = {"block": block, "packed": bits == 4}
+    state = empty_rows(*x.shape, **form)
+    for part, value in zip(state.parts, rounded(x, bits, **form), strict=True):
         part.copy_(value)
     return state
 
@@ -115,12 +123,13 @@ def rows_of(x):
 @given(
     samples=st.integers(1, 2), heads=st.integers(1, 3), queries=st.integers(1, 9), keys=st.integers(1, 70),
     depth=st.sampled_from([32, 64, 96]), mask=st.sampled_from(["none", "shared", "per head"]),
-    shift=st.sampled_from([0.0, 4.0, -4.0]), seed=st.integers(0, 99),
+    shift=st.sampled_from([0.0, 4.0, -4.0]), bits=st.sampled_from([8, 8, 4]),
+    block=st.sampled_from([None, None, 32, 16, 8]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_attention_of_any_size(samples, heads, queries, keys, depth, mask, shift, seed):
+def test_attention_of_any_size(samples, heads, queries, keys, depth, mask, shift, bits, block, seed):
     torch.manual_seed(seed)
     query = torch.randn(samples, queries, heads, depth).transpose(1, 2)
-    key, value = (rows_of(torch.randn(samples, heads, keys, depth) + shift) for _ in range(2))
+    key, value = (rows_of(torch.randn(samples, heads, keys, depth) + shift, bits, block) for _ in range(2))
     allowed = None
     if mask != "none":
         allowed = torch.rand(samples, heads if mask == "per head" else 1, queries, keys) > 0.4
