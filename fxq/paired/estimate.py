@@ -27,23 +27,23 @@ class WaitingPairs:
     count: int = 0
     waiting: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
-    def joined(self, one: Tensor, other: Tensor, count: int) -> tuple[Tensor, Tensor, int] | None:
+    def joined(self, first: Tensor, second: Tensor, count: int) -> tuple[Tensor, Tensor, int] | None:
         """Add values in both forms, and return all that wait, joined, if there are enough for a part; else None.
 
         Args:
-            one: values in the first form.
-            other: values in the second form, of the shape of `one`.
+            first: values in the first form.
+            second: values in the second form, of the shape of `first`.
             count: number of values per channel in each of them.
         """
-        self.waiting.append((one, other, count))
-        ones, others, counts = zip(*self.waiting, strict=True)
+        self.waiting.append((first, second, count))
+        firsts, seconds, counts = zip(*self.waiting, strict=True)
         if sum(counts) < MIN_PART_VALUES:
             return None
         self.waiting.clear()
         self.count += sum(counts)
-        if len(ones) == 1:
-            return one, other, count
-        return torch.cat(ones, self.axis), torch.cat(others, self.axis), sum(counts)
+        if len(firsts) == 1:
+            return first, second, count
+        return torch.cat(firsts, self.axis), torch.cat(seconds, self.axis), sum(counts)
 
 
 @dataclass

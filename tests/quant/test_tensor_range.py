@@ -55,5 +55,5 @@ def test_the_range_of_a_block_is_that_of_its_values(shape, axis, block):
     low, high = range_of(x, axis, block)
     for i, rows in enumerate(x.movedim(axis, 0).split(block)):
         values = rows.movedim(0, axis).movedim(1 - axis % x.dim(), 0).flatten(1)
-        ends = (found.movedim(axis, 0)[i].flatten().tolist() for found in (low, high))
+        ends = (end.movedim(axis, 0)[i].flatten().tolist() for end in (low, high))
         assert list(ends) == [values.amin(1).tolist(), values.amax(1).tolist()]

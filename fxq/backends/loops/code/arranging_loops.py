@@ -12,7 +12,7 @@ from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.vectors import LANES
 
 _f, _i = np.float32, np.int32
-_LEAST_EXPONENT, _NOT_FINITE = 27, 255
+_MIN_EXPONENT_BITS, _EXPONENT_BITS_OF_INFINITY = 27, 255
 """Exponents in the bits of float32: the least from which the power of two of a row is finite; that of infinity."""
 _ONE, _ONE_AS_DIGITS = 127, 149
 """Exponent in the bits of 1; and its sum with that of the power of two that makes 1 an integer of three digits."""
@@ -108,7 +108,7 @@ def power_for_digits(x, columns, lanes):
     if largest == 0:
         return _f(1)
     exponent = largest >> _i(23)
-    if exponent < _LEAST_EXPONENT or exponent == _NOT_FINITE:
+    if exponent < _MIN_EXPONENT_BITS or exponent == _EXPONENT_BITS_OF_INFINITY:
         return _f(0)
     lanes[:] = 0
     done = columns // LANES * LANES

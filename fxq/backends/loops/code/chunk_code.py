@@ -311,7 +311,8 @@ class DigitUnit(IntegerUnit):
 
     def raw(self, b: Any, address: Any) -> Any:
         """Integers of a chunk, four to an int32."""
-        return vectors.lanes_of(b, *super().raw(b, address), list(range(self.loaded.count)))
+        first, second = super().raw(b, address)
+        return vectors.joined(b, first, second)
 
     def prepared(self, _b: Any, raw: Any, _k: int) -> Any:
         """The integers."""

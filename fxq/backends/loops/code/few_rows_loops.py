@@ -17,7 +17,7 @@ from fxq.backends.loops.code.arranging_loops import (
     sum_blocks,
     sum_integers,
 )
-from fxq.backends.loops.code.chunk_code import CHUNK
+from fxq.backends.loops.code.chunk_code import CHUNK, Digits4
 from fxq.backends.loops.code.compiler import compiled, helper
 from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
 from fxq.backends.loops.code.memory_loops import bytes_, floats
@@ -102,7 +102,7 @@ _one_unit, _row_unit = _tiles(("one_unit", "row_unit"), _by_bits, code.UNITS, *_
 _one_int_unit, _row_int_unit = _tiles(
     ("one_int_unit", "row_int_unit"), _by_bits, code.INTEGER_UNITS, *_sizes(*INTEGER_SIZES)[:2]
 )
-HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, digit_code.Digits4.digits, SIZES[0] - 1
+HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, Digits4.digits, SIZES[0] - 1
 _one_digits, _row_digits, _one_digit_unit, _row_digit_unit = _one, _row, _one_unit, _row_unit
 if HAS_DIGITS:
     (_one4, _row4), (_one_unsigned4, _row_unsigned4) = map(digit_code.tiles, digit_code.DIGIT_CHUNKS)
