@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -77,6 +77,7 @@ def quantize_model(
     check = partial(check_no_checkpoint, checkpoint, data)
     ranks = Ranks.of(group if data is not None else None)
     quantize_own: Any = quantizer_for(model, recipe, data, examples_by_name, progress=progress, ranks=ranks)
+    _check_equal_calls(ranks, recipe, [*examples_by_name, "" if quantize_own is None else type(model).__name__])
     if quantize_own is not None:
         check()
         own_class: QuantizedModel = quantize_own()  # typed as the usual case
@@ -109,6 +110,19 @@ def quantize_model(
         raise _no_data(recipe, observed.calibrated)
     observed.manager.context.progress = progress
     return ranks.together(lambda: converted_for_recipe(observed, ranks=ranks))
+
+
+def _check_equal_calls(ranks: Ranks, recipe: Recipe, names: Sequence[str]) -> None:
+    """Raise `InputError` on all ranks if they quantize in different ways.
+
+    Args:
+        ranks: processes that quantize together.
+        recipe: the recipe of this process.
+        names: names of its examples, and of the class of its model if that is quantized in a way of its own.
+    """
+    ways = f"{recipe.preset} recipe, optimize={recipe.optimize!r}, backend={recipe.backend!r}, examples {names}"
+    for _ in ranks.exchanged(lambda: None, about=ways):
+        pass
 
 
 @contextlib.contextmanager

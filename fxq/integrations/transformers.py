@@ -99,7 +99,7 @@ def quantize_generator(
         calls[name] = Batch((), shell.arguments(example.args, example.kwargs)[0])
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in for_decoder)
     shell.programs = programs_of(model, calls, None if data is None else batches)
-    check_program_overrides(model, recipe, selecting)
+    (ranks or Ranks()).together(lambda: check_program_overrides(model, recipe, selecting))
     return shell.eval()
 
 

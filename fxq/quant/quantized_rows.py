@@ -50,7 +50,8 @@ class QuantizedRows(Tensor):
         packing: how a row of integers is packed into bytes; None: each takes a byte.
 
     Raises:
-        InputError: a function would change it in place.
+        InputError: scales and zero points differ in shape, or do not divide a row; or a function would change it in
+            place.
 
     Example:
         >>> integers, zero_point = torch.tensor([[200, 50], [1, 2]]), torch.tensor([[100], [0]])
@@ -71,6 +72,11 @@ class QuantizedRows(Tensor):
     ) -> QuantizedRows:
         """Make a tensor with the shape of the unpacked integers."""
         sizes = integers.shape if packing is None else torch.Size((*integers.shape[:-1], packing.count))
+        if scale.shape != zero_point.shape or sizes[-1] % max(scale.shape[-1], 1):
+            raise InputError(
+                f"scale has the shape {tuple(scale.shape)} and zero_point {tuple(zero_point.shape)}: both must be "
+                f"equal, with one value, or one for each block of equal size, for the {sizes[-1]} values of a row."
+            )
         parts = integers, scale, zero_point
         return cls._made(sizes, scale.dtype, integers.device, parts, None, packing, scale.shape[-1])
 
@@ -203,7 +209,7 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     packing, blocks = _form(tensors[0])
     try:
         if packing is not None:  # the result could be of whole bytes, although it is of some values of each row
-            moved = func(*_part(args, _AS_ZEROS), **_part(kwargs, _AS_ZEROS))
+            moved = func(*_part(args, _WHOLE_SHAPE), **_part(kwargs, _WHOLE_SHAPE))
             if any(x.shape[-1:] != (packing.count,) for x in _as_tuple(moved)):
                 return None
         results = [func(*_part(args, i), **_part(kwargs, i)) for i in range(3)]
@@ -219,8 +225,8 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
 
 
-_AS_ZEROS = -1
-"""In place of the number of a part: zeros in the shape of the whole tensor, which take no memory."""
+_WHOLE_SHAPE = -1
+"""In place of the number of a part: a tensor of the shape of the unpacked integers, for its shape alone."""
 
 
 def _form(rows: Any) -> tuple[Packing | None, int]:
@@ -236,6 +242,6 @@ def _part(values: Any, i: int) -> Any:
     def part(leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedRows):
             return leaf
-        return leaf.parts[i] if i != _AS_ZEROS else leaf.zero_point[..., :1].expand(leaf.shape)
+        return leaf.parts[i] if i != _WHOLE_SHAPE else leaf.zero_point[..., :1].expand(leaf.shape)
 
     return mapped(values, part)

@@ -24,7 +24,7 @@ class TensorSpec:
     Attributes:
         bits: width of the integers, 2 to 8. A value takes a byte; weights with 6 bits or fewer of weight-only layers
             take as many bits as they have, and so do those of linear layers with dynamic ranges if they have at most 4
-            bits, or scales per block, and those of states that grow.
+            bits, or scales per block. A state that grows takes as many bits as it has if they are 6 or fewer.
         signed: True: stored as int8; False: as uint8.
         symmetric: whether the zero point is fixed: at 0 if signed, else at the middle of the integers. False: affine,
             the zero point is chosen with the scale.

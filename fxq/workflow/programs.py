@@ -129,7 +129,7 @@ def quantize_programs(
     selected = set() if selecting is None else selecting
     selected.update(*(program.observed.manager.context.selecting or () for program in prepared))
     if selecting is None:
-        check_program_overrides(model, recipe, selected)
+        ranks.together(lambda: check_program_overrides(model, recipe, selected))
     if data is not None:
         if ranks.size == 1:  # ranks must calibrate the same models, and times differ
             for program in prepared:

@@ -73,3 +73,13 @@ def test_quantizing_does_not_search_the_objects_before_it(monkeypatch):
     fxq.quantize(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4))
     fxq.convert(fxq.prepare(nn.Linear(4, 4).eval(), "dynamic", example_inputs=torch.randn(2, 4)))
     assert len(frozen) == 3 and all(frozen) and not gc.get_freeze_count()
+
+
+def test_objects_of_earlier_contexts_are_searched_once_they_are_many():
+    rings = []
+    for _ in range(12):
+        with new_objects_collected():
+            new = [Ring() for _ in range(gc.get_freeze_count() // 5)]
+        rings.append(weakref.ref(new[0]))
+        del new
+    assert any(ring() is None for ring in rings[:-1])

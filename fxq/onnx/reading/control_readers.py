@@ -36,6 +36,10 @@ def _inside(r: Reader, values: dict[str, Any]) -> Iterator[None]:
     r.values, r.label, r.outputs = outer, label, count
 
 
+_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+"""Op types whose results differ between iterations, whatever they read."""
+
+
 class _Body:
     """Graph inside of a node, which is read once for each iteration, after what is equal in all of them.
 
@@ -51,7 +55,7 @@ class _Body:
         self.nodes, equal = [], []
         for node in graph.node:
             nested = any(attribute.HasField("g") for attribute in node.attribute)
-            if nested or not varying.isdisjoint(node.input):
+            if nested or node.op_type in _RANDOM or not varying.isdisjoint(node.input):
                 varying.update(node.output)
                 self.nodes.append(node)
             else:
@@ -85,10 +89,11 @@ def loop(r: Reader, count: Any, condition: Any, *carried: Any, body: Any) -> Any
     values = list(carried)
     collected: list[list[Any]] = [[] for _ in range(len(body.output) - 1 - len(carried))]
     going = condition is None or bool(r.number(condition))
-    iteration = _Body(r, body)
+    iteration: _Body | None = None
     for i in range(total):
         if not going:
             break
+        iteration = iteration or _Body(r, body)
         again, *results = iteration.read([torch.tensor(i), torch.tensor(going), *values])
         refuse(isinstance(again, (Traced, Sizes)), "its condition is computed from data")
         going, values = bool(again), results[: len(carried)]
@@ -106,8 +111,14 @@ def scan(
 ) -> Any:  # fmt: skip
     refuse(r.opset < 9, "its form before opset 9 is not supported")
     count = len(values) - num_scan_inputs
+    refuse(not 0 < num_scan_inputs <= len(values), f"it says that {num_scan_inputs} of its inputs are scanned")
+    refuse(len(body.input) != len(values), "its body has other inputs than the node")
+    refuse(len(body.output) < count, "its body returns fewer states than it has")
     states, inputs = list(values[:count]), values[count:]
     axes = list(scan_input_axes) or [0] * num_scan_inputs
+    ranks = [len(r.shape_of(x)) for x in inputs]
+    fit = len(axes) == len(ranks) and all(-rank <= axis < rank for axis, rank in zip(axes, ranks, strict=True))
+    refuse(not fit, "an axis that it scans does not exist")
     (total, *others) = [r.shape_of(x)[axis] for x, axis in zip(inputs, axes, strict=True)]
     refuse(varies(total) or any(varies(size) for size in others), "its number of steps depends on a dynamic size")
     refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} steps")

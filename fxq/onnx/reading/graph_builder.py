@@ -180,7 +180,7 @@ class GraphBuilder:
             name = self.names.get(id(weight), "")
             path = name.removesuffix(".weight") if name.endswith(".weight") else self.label
             layer: Any = build().eval()
-            if id(weight) in self.grids:
+            if id(weight) in self.grids and hasattr(layer, "weight"):  # weights of recurrent layers keep their floats
                 store_grid(layer.weight, self.grids[id(weight)])
             self._layers[key] = self._added(path or "layer", layer)
         path = self._layers[key]

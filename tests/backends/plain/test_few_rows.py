@@ -119,7 +119,7 @@ def test_infinity_and_nan_reach_only_their_row():
 @needs_numba
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
 @pytest.mark.parametrize("form", ["one large value", "tiny", "huge", "zeros", "mixed magnitudes"])
-def test_rows_of_any_range_are_as_precise_as_in_float(form, bits):
+def test_rows_of_any_range(form, bits):
     weight, x = stored(8, 256, bits, True, 64, False), torch.randn(2, 256)
     factor = {"tiny": 2.0**-106, "huge": 2.0**110, "zeros": 0.0}.get(form, 1.0)
     if form == "one large value":
@@ -129,6 +129,23 @@ def test_rows_of_any_range_are_as_precise_as_in_float(form, bits):
     result, magnitude = product(x, weight)
     error = (FewRowsProduct(LOOPS, weight, None)(x * factor).double() - factor * result).abs()
     assert (error <= 1e-6 * factor * magnitude).all()
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("largest", [1.0, 10.0, 40.0, 55.0, 200.0, 1e5])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-98, 2.0**-100])
+def test_one_row_has_at_most_a_few_times_the_error_of_float32_sums(bits, largest, factor):
+    """One row may be multiplied as digits; the first four of several are multiplied as floats."""
+    weight, x = stored(256, 4096, bits, True, 64, False), torch.randn(1, 4096)
+    x[:, 7] = largest
+    result, _ = product(x, weight)
+    multiply = FewRowsProduct(LOOPS, weight, None)
+    of_one, of_four = (
+        (multiply(factor * x.expand(rows, -1))[0].double() / factor - result[0]).square().mean().sqrt()
+        for rows in (1, 4)
+    )
+    assert of_one <= 6 * of_four
 
 
 def integers(rows, columns, per_row=True):

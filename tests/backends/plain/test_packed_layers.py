@@ -54,12 +54,16 @@ def test_numbers_are_those_of_unpacked_integers(bits, signed, columns, per, monk
 @pytest.mark.parametrize("bits", OTHER_BITS)
 @pytest.mark.parametrize(("columns", "per"), [(192, 64), (576, 64), (100, 100), (97, 32), (33, 33), (160, 96)])
 def test_compiled_products_are_those_of_unpacked_integers(bits, columns, per):
-    """The loops unpack them to unsigned bytes: bit for bit those of uint8."""
+    """The loops unpack them to unsigned bytes: bit for bit those of uint8, but where digits are multiplied."""
     packed, unpacked = (kernel.stored_weight() for kernel in both_forms(columns, bits, per))
     few, few_of_bytes = (FewRowsProduct(LOOPS, weight, None) for weight in (packed, unpacked))
+    values = few.floats(0, torch.empty(37, columns)).abs()
+    real = values + values.amax(1, keepdim=True)
     for rows in (1, 2, 5, 16):
         x = torch.randn(rows, columns)
-        torch.testing.assert_close(few(x), few_of_bytes(x), **EXACT)
+        exact = rows > 1 or not LOOPS.HAS_DIGITS
+        error = (few(x) - few_of_bytes(x)).abs()
+        assert (error <= (0 if exact else 2e-6) * (x.abs() @ real.T)).all()
     out, out_of_bytes = torch.empty(2, 37, columns)
     torch.testing.assert_close(few.floats(0, out), few_of_bytes.floats(0, out_of_bytes), **EXACT)
 

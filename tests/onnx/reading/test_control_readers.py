@@ -58,3 +58,48 @@ def test_the_number_of_steps_must_be_known_and_small(length):
     reason = "depends on a dynamic size" if length == "T" else "has more than 1000 steps"
     with pytest.raises(fxq.FileError, match=rf"\(Scan\) cannot be read: it.* {reason}"):
         fxq.read_onnx(onnx.parser.parse_model(text))
+
+
+def test_random_numbers_of_each_iteration_differ():
+    model = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["" : 21]>
+    g (float[4] x) => (float[4] last, float[3, 4] rows) {
+        count = Constant <value_int = 3> ()
+        going = Constant <value_int = 1> ()
+        condition = Cast <to = 9> (going)
+        start = Constant <value_floats = [0.0, 0.0, 0.0, 0.0]> ()
+        last, rows = Loop (count, condition, x) <body = step (int64 i, bool c, float[4] before)
+            => (bool again, float[4] after, float[4] drawn) {
+                again = Identity(c)
+                drawn = RandomNormalLike(start)
+                after = Add(before, drawn)
+            }>
+    }""")
+    _, rows = fxq.read_onnx(model)(torch.zeros(4))
+    assert len({tuple(row) for row in rows.tolist()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ("num_scan_inputs = 3", "says that 3 of its inputs are scanned"),
+        ("num_scan_inputs = 1, scan_input_axes = [5]", "an axis that it scans does not exist"),
+        ("num_scan_inputs = 1, scan_input_axes = [0, 0]", "an axis that it scans does not exist"),
+    ],
+)
+def test_attributes_that_do_not_fit_are_refused(attributes, reason):
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 21]>
+    g (float s, float[4] x) => (float e) {{
+        e = Scan <{attributes}, body = step (float a, float b) => (float c) {{ c = Add(a, b) }}> (s, x)
+    }}"""
+    with pytest.raises(fxq.FileError, match=reason):
+        fxq.read_onnx(onnx.parser.parse_model(text))
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_weight_only_recurrent_layers_of_fxq_come_back(layer, tmp_path):
+    qmodel = fxq.quantize(layer(8, 6).eval(), "weight_only", example_inputs=(x := torch.randn(2, 5, 8)))
+    qmodel.export(tmp_path / "m.onnx")
+    read = fxq.read_onnx(tmp_path / "m.onnx", sizes={"batch": 2})
+    torch.testing.assert_close(read(x)[0], qmodel(x)[0], rtol=1e-5, atol=1e-6)

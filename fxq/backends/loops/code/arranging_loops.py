@@ -16,8 +16,8 @@ _MIN_EXPONENT_BITS, _EXPONENT_BITS_OF_INFINITY = 27, 255
 """Exponents in the bits of float32: the least from which the power of two of a row is finite; that of infinity."""
 _ONE, _ONE_AS_DIGITS = 127, 149
 """Exponent in the bits of 1; and its sum with that of the power of two that makes 1 an integer of three digits."""
-_LARGEST_TO_MEAN = 256
-"""Largest value of a row relative to the mean of the magnitudes. Rounding to 24 bits adds as little as float32 then."""
+_LARGEST_TO_MEAN = 64
+"""Largest value of a row relative to the mean of the magnitudes: sums have a few times the error of float32 there."""
 _LARGEST_MANTISSA = 2 * (127 * (256**2 + 256 + 1) - 2**22)
 """Largest mantissa with which the highest of three digits stays below 128."""
 _WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))

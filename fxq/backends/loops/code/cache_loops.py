@@ -40,8 +40,8 @@ ATTEND_FIELDS = 23
 """Number of integers that describe an attention, see `token_loops.attend`."""
 GRID_FIELDS = 8
 """Number of further integers for keys in integers, and for values: address of the scales, float32 (samples, heads,
-keys, blocks), and strides of their first three axes; and so for the zero points, uint8. Those of a head are side by
-side."""
+keys, blocks), and strides of their first three axes; and so for the zero points, uint8. Those of a row are
+side by side, and with one block also those of a head."""
 FORM_FIELDS = 2
 """Number of further integers for keys and values in integers: bits of an integer, 8 or 4, and blocks of a row."""
 _FORM = ATTEND_FIELDS + 2 * GRID_FIELDS

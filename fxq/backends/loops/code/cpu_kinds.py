@@ -82,8 +82,11 @@ class CpuKind:
         return self.dot.startswith("llvm.aarch64")
 
     @property
-    def beats_floats(self) -> bool:
-        """Whether loops for many rows are faster than PyTorch's products of floats: with wide vectors, or on ARM."""
+    def has_many_rows(self) -> bool:
+        """Whether loops multiply many rows: with wide vectors they are faster than PyTorch.
+
+        On ARM, where they have not been timed, they have fewer instructions than products of floats.
+        """
         return self.bits >= 256 or self.is_arm
 
     @property

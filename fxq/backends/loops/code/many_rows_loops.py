@@ -16,7 +16,7 @@ from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
 
 __all__ = ["ARRANGED", "COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
-IS_FASTER = machine_code.KIND.beats_floats
+IS_FASTER = machine_code.KIND.has_many_rows
 """Whether the loop is faster than PyTorch's product of floats."""
 X_OFFSET = np.float32(machine_code.KIND.x_offset)
 ARRANGED = 8

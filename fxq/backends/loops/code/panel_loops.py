@@ -25,7 +25,7 @@ from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.quant.packing import UNIT
 
 __all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "FloatCallField", "FloatPartField", "multiply_floats_part"]
-IS_FASTER = machine_code.KIND.beats_floats
+IS_FASTER = machine_code.KIND.has_many_rows
 """Whether the loop is faster than PyTorch's product."""
 _f = np.float32
 _DEPTH = 256

@@ -60,7 +60,7 @@ class TokenField(IntEnum):
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
-    GRID = 24  # kind, steps, qmin and qmax of `row_loops.quantize_rows`; APPEND_INTEGERS reads steps and qmax
+    GRID = 24  # kind, steps, qmin and qmax of `row_loops.quantize_rows`; APPEND_INTEGERS has `BLOCKS` as its kind
     BITS = 23  # of steps on states in integers: width of a stored integer, 8 or 4
     BLOCKS = 24  # of steps on states in integers: number of scales of a row
 
