@@ -42,10 +42,13 @@ def test_every_network_has_a_small_picture():
     assert pictures.keys() == ROWS.keys() and sum(pictures.values()) < 2**20
 
 
-def test_tools_of_a_network():
+@pytest.mark.parametrize("precisions", [["float32"], ["float32", "bfloat16"]], ids=len)
+def test_tools_of_a_network(monkeypatch, precisions):
     """Of language models weights alone are quantized, to the numbers of bits that the exhibit has."""
-    assert [*gallery.tools_for(EXHIBITS["voice"])][2:] == ["int8, fxq", "int8, NNCF", "int8, ONNX Runtime"]
-    names = [f"int{bits}, {tool}" for bits in (8, 4) for tool in ("fxq", "NNCF", "ONNX Runtime")]
+    monkeypatch.setattr(gallery, "has_bfloat16", lambda: len(precisions) == 2)
+    tools = ["fxq", *(f"NNCF, {precision}" for precision in precisions), "ONNX Runtime"]
+    assert [*gallery.tools_for(EXHIBITS["voice"])][2:] == [f"int8, {tool}" for tool in tools]
+    names = [f"int{bits}, {tool}" for bits in (8, 4) for tool in tools]
     assert [*gallery.tools_for(EXHIBITS["english"])] == ["float, PyTorch", "float, ONNX Runtime", *names]
 
 
