@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.common import collector
 from fxq.common.collector import new_objects_collected
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
     """The tests freeze the objects of imported modules, which a user's process does not."""
+    monkeypatch.setattr(collector, "_count_after_search", 0)
     count = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -75,11 +77,11 @@ def test_quantizing_does_not_search_the_objects_before_it(monkeypatch):
     assert len(frozen) == 3 and all(frozen) and not gc.get_freeze_count()
 
 
-def test_objects_of_earlier_contexts_are_searched_once_they_are_many():
-    rings = []
-    for _ in range(12):
-        with new_objects_collected():
-            new = [Ring() for _ in range(gc.get_freeze_count() // 5)]
-        rings.append(weakref.ref(new[0]))
-        del new
-    assert any(ring() is None for ring in rings[:-1])
+def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(monkeypatch):
+    with new_objects_collected():
+        old = weakref.ref(Ring())
+    with new_objects_collected():
+        assert old() is not None
+    monkeypatch.setattr(collector, "_count_after_search", collector._count_after_search // 2)
+    with new_objects_collected():
+        assert old() is None
