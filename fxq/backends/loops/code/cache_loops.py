@@ -50,11 +50,25 @@ _ROWS_AT_ONCE = 32
 
 
 @helper
-def _hide(scores, mask, stride, keys):
-    """Set the scores of keys to minus infinity if their byte of the mask is 0."""
-    for j in range(keys):
-        if carray(bytes_(mask + j * stride), 1)[0] == 0:
-            scores[j] = -np.inf
+def _exponentials_of_scores(fields, n, h, i, scores, total):
+    """Turn the scores of a query into exponentials, and write their sum to `total`. Masked keys get 0.
+
+    Args:
+        fields: Those of `token_loops.attend`.
+        n: Number of the sample.
+        h: Number of the head.
+        i: Number of the query.
+        scores: float32, as many as keys, and more up to a multiple of `LANES`, which get 0.
+        total: float32 (1,), written.
+    """
+    mask, strides, keys = fields[3], fields[14:18], fields[20]
+    if mask:
+        mask += n * strides[0] + h * strides[1] + i * strides[2]
+        for j in range(keys):
+            if carray(bytes_(mask + j * strides[3]), 1)[0] == 0:
+                scores[j] = -np.inf
+    scores[keys:] = -np.inf
+    exponentials(scores.ctypes.data, len(scores) // LANES, total.ctypes.data)
 
 
 @helper
@@ -68,8 +82,8 @@ def _scale(query, scale, scaled):
 @helper
 def attend_heads(first, end, fields):
     """Compute some heads of an attention, see `token_loops.attend`. Heads of all samples are numbered in order."""
-    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
-    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    query, key, value, out = fields[0], fields[1], fields[2], fields[4]
+    strides, heads, queries, keys, depth = fields[5:14], fields[18], fields[19], fields[20], fields[21]
     scale = carray(floats(fields[22]), 1)[0]
     padded = (keys + LANES - 1) // LANES * LANES
     scores, scaled, total = np.empty(padded, _f), np.empty(depth, _f), np.empty(1, _f)
@@ -79,10 +93,7 @@ def attend_heads(first, end, fields):
         for i in range(queries):
             _scale(query + 4 * (n * strides[0] + h * strides[1] + i * strides[2]), scale, scaled)
             key_products(scaled.ctypes.data, k, 4 * strides[5], keys, depth // LANES, scores.ctypes.data)
-            if mask:
-                _hide(scores, mask + n * strides[9] + h * strides[10] + i * strides[11], strides[12], keys)
-            scores[keys:] = -np.inf
-            exponentials(scores.ctypes.data, padded // LANES, total.ctypes.data)
+            _exponentials_of_scores(fields, n, h, i, scores, total)
             factor = _f(0) if total[0] == 0 else _f(1) / total[0]
             for j in range(keys):
                 scores[j] *= factor
@@ -187,8 +198,8 @@ def _sums_of_rows(fields, value, places, scores, rows, sums, out):
 @helper
 def _attend_heads_of_blocks(first, end, fields):
     """Compute some heads of an attention to keys and values with few bits or several scales in a row."""
-    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
-    mask, scale = fields[3], carray(floats(fields[22]), 1)[0]
+    strides, heads, queries, keys, depth = fields[5:14], fields[18], fields[19], fields[20], fields[21]
+    scale = carray(floats(fields[22]), 1)[0]
     padded = (keys + LANES - 1) // LANES * LANES
     scores, scaled = np.zeros((QUERIES_AT_ONCE, padded), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
     rows, sums = np.empty((_ROWS_AT_ONCE, depth), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
@@ -204,10 +215,7 @@ def _attend_heads_of_blocks(first, end, fields):
             _scores_of_rows(fields, key, of_keys, scaled[:count], rows, scores)
             for r in range(count):
                 row = scores[r]
-                if mask:
-                    _hide(row, mask + n * strides[9] + h * strides[10] + (i + r) * strides[11], strides[12], keys)
-                row[keys:] = -np.inf
-                exponentials(row.ctypes.data, padded // LANES, total.ctypes.data)
+                _exponentials_of_scores(fields, n, h, i + r, row, total)
                 row *= _f(0) if total[0] == 0 else _f(1) / total[0]
             target = fields[4] + 4 * depth * ((n * heads + h) * queries + i)
             _sums_of_rows(fields, value, of_values, scores, rows, sums[:count], target)
@@ -224,8 +232,8 @@ def attend_heads_of_integers(first, end, fields):
     if fields[_FORM] != 8 or fields[_FORM + 1] != 1:
         _attend_heads_of_blocks(first, end, fields)
         return
-    query, key, value, mask, out = fields[0], fields[1], fields[2], fields[3], fields[4]
-    strides, heads, queries, keys, depth = fields[5:18], fields[18], fields[19], fields[20], fields[21]
+    query, key, value, out = fields[0], fields[1], fields[2], fields[4]
+    strides, heads, queries, keys, depth = fields[5:14], fields[18], fields[19], fields[20], fields[21]
     scale = carray(floats(fields[22]), 1)[0]
     padded = (keys + LANES - 1) // LANES * LANES
     scores, scaled = np.empty((QUERIES_AT_ONCE, padded), _f), np.empty((QUERIES_AT_ONCE, depth), _f)
@@ -248,10 +256,7 @@ def attend_heads_of_integers(first, end, fields):
                 )  # fmt: skip
             for r in range(count):
                 row = scores[r]
-                if mask:
-                    _hide(row, mask + n * strides[9] + h * strides[10] + (i + r) * strides[11], strides[12], keys)
-                row[keys:] = -np.inf
-                exponentials(row.ctypes.data, padded // LANES, total.ctypes.data)
+                _exponentials_of_scores(fields, n, h, i + r, row, total)
                 shifts[r] = _weights_of_rows(row, keys, value_scale, value_zero, total[0])
             target = out + 4 * depth * ((n * heads + h) * queries + i)
             for j in range(0, depth, TILE_COLUMNS):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.loops.code import digit_code, machine_code
 from fxq.backends.loops.code import few_rows_code as code
+from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.arranging_loops import (
     arrange4,
     arrange8,
@@ -19,167 +19,34 @@ from fxq.backends.loops.code.arranging_loops import (
 )
 from fxq.backends.loops.code.chunk_code import CHUNK, Digits4
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, UNIT_BITS, FewRows
+from fxq.backends.loops.code.digit_code import HAS_DIGITS
+from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, FewRows
+from fxq.backends.loops.code.few_rows_tile_loops import (
+    IN_UNITS,
+    OF_DIGITS,
+    OF_FLOATS,
+    OF_INTEGERS,
+    SIGNED4,
+    SIGNED8,
+    UNSIGNED4,
+    UNSIGNED8,
+    as_read,
+    run_tiles,
+    unpacked_kind,
+)
+from fxq.backends.loops.code.few_rows_tile_loops import UNPACKED as UNPACKED
 from fxq.backends.loops.code.memory_loops import bytes_, floats
 from fxq.backends.loops.code.unpacking_code import unpack_row
 from fxq.backends.loops.code.vectors import LANES
-from fxq.quant.packing import UNIT
 
 MAX_INTEGER_ROWS = 16 if machine_code.KIND.dot else 4
 """Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
 _HAS_SAME_SIGNS = machine_code.KIND.unsigned_dot != ""
 """Whether integers of the input are signed if those of the weight are, instead of unsigned."""
 _f = np.float32
-SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
-"""Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
+_DIGITS, _MAX_DIGIT_ROWS = Digits4.digits, SIZES[0] - 1
 _GROUP_BYTES = 1 << 14
 """Bytes of the weight that several rows of the input read in turn, from the first-level cache."""
-UNPACKED = 16
-"""UNPACKED + bits is the kind of weights packed with other widths. Rows are unpacked to uint8, or tiles unpack them."""
-_IN_UNITS = 8
-"""_IN_UNITS + bits is the kind of packed weights that tiles unpack in registers."""
-_TWO, _THREE, _SIX = UNIT_BITS
-
-
-def _by_kind(name, signed8, unsigned8, signed4, unsigned4):
-    """Loop function that runs the tile of a kind of weight."""
-
-    def tile(kind, few):
-        if kind == SIGNED8:
-            signed8(few)
-        elif kind == UNSIGNED8:
-            unsigned8(few)
-        elif kind == SIGNED4:
-            signed4(few)
-        else:
-            unsigned4(few)
-
-    return helper(tile, name)
-
-
-def _of_4_bits(name, signed4, unsigned4):
-    """Loop function that runs the tile of a kind of weight with 4 bits."""
-
-    def tile(kind, few):
-        if kind == SIGNED4:
-            signed4(few)
-        else:
-            unsigned4(few)
-
-    return helper(tile, name)
-
-
-def _by_bits(name, two, three, six):
-    """Loop function that runs the tile of a kind of weight in units."""
-
-    def tile(kind, few):
-        if kind == _IN_UNITS + _TWO:
-            two(few)
-        elif kind == _IN_UNITS + _THREE:
-            three(few)
-        else:
-            six(few)
-
-    return helper(tile, name)
-
-
-def _tiles(names, by_kind, chunks, *sizes):
-    """Loop functions of several sizes of tiles."""
-    of_sizes = zip(*(code.tiles(chunk, *sizes) for chunk in chunks), strict=True)
-    return [by_kind(name, *tiles) for name, tiles in zip(names, of_sizes, strict=True)]
-
-
-def _sizes(many_rows, many_columns, some_columns):
-    """Sizes of tiles: one by one, one row by many columns, and many rows by some columns."""
-    return (1, 1), (1, many_columns), (many_rows, some_columns)
-
-
-_one, _row, _rows = _tiles(("one", "row", "rows"), _by_kind, code.CHUNKS, *_sizes(*SIZES))
-_one_int, _row_int, _rows_int = _tiles(
-    ("one_int", "row_int", "rows_int"), _by_kind, code.INTEGER_CHUNKS, *_sizes(*INTEGER_SIZES)
-)
-_one_unit, _row_unit = _tiles(("one_unit", "row_unit"), _by_bits, code.UNITS, *_sizes(*SIZES)[:2])
-_one_int_unit, _row_int_unit = _tiles(
-    ("one_int_unit", "row_int_unit"), _by_bits, code.INTEGER_UNITS, *_sizes(*INTEGER_SIZES)[:2]
-)
-HAS_DIGITS, _DIGITS, _MAX_DIGIT_ROWS = digit_code.HAS_DIGITS, Digits4.digits, SIZES[0] - 1
-_one_digits, _row_digits, _one_digit_unit, _row_digit_unit = _one, _row, _one_unit, _row_unit
-if HAS_DIGITS:
-    (_one4, _row4), (_one_unsigned4, _row_unsigned4) = map(digit_code.tiles, digit_code.DIGIT_CHUNKS)
-    _one_digits = _of_4_bits("one_digits", _one4, _one_unsigned4)
-    _row_digits = _of_4_bits("row_digits", _row4, _row_unsigned4)
-    _one_digit_unit, _row_digit_unit = (
-        _by_bits(name, *of_size)
-        for name, of_size in zip(
-            ("one_digit_unit", "row_digit_unit"), zip(*map(digit_code.tiles, digit_code.DIGIT_UNITS), strict=True),
-            strict=True,
-        )
-    )  # fmt: skip
-OF_FLOATS, OF_INTEGERS, OF_DIGITS = range(3)
-"""Inputs of tiles: floats, integers, and floats as digits."""
-
-
-@helper
-def _unpacked(kind, row_bytes, columns):
-    """Width to unpack rows from first (0: none), then the kind and the bytes per row that are read."""
-    return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
-
-
-@helper
-def _as_read(kind, row_bytes, columns, rows, block, scales, span):
-    """How tiles read the weight: the values of `_unpacked`, chunks per row, and chunks per scale.
-
-    With one row of the input, tiles unpack whole units themselves.
-    """
-    bits, is_whole = kind - UNPACKED, columns % UNIT == 0 and (scales == 1 or block % UNIT == 0)
-    if rows == 1 and is_whole and bits in (_TWO, _THREE, _SIX):
-        return 0, _IN_UNITS + bits, row_bytes, columns // UNIT, span * CHUNK // UNIT
-    bits, kind, row_bytes = _unpacked(kind, row_bytes, columns)
-    return bits, kind, row_bytes, (row_bytes + CHUNK - 1) // CHUNK, span
-
-
-@helper
-def _run_unit_tiles(kind, few, many_columns, form):
-    """Compute the results of some tiles that unpack values of 2, 3 or 6 bits."""
-    if form == OF_INTEGERS:
-        if many_columns:
-            _row_int_unit(kind, few)
-        else:
-            _one_int_unit(kind, few)
-    elif form == OF_DIGITS:
-        if many_columns:
-            _row_digit_unit(kind, few)
-        else:
-            _one_digit_unit(kind, few)
-    elif many_columns:
-        _row_unit(kind, few)
-    else:
-        _one_unit(kind, few)
-
-
-@helper
-def _run_tiles(kind, few, many_rows, many_columns, form):
-    """Compute the results of some tiles. `form` is that of the input, `OF_FLOATS` for example."""
-    if kind >= _IN_UNITS:
-        _run_unit_tiles(kind, few, many_columns, form)
-    elif form == OF_INTEGERS:
-        if many_rows:
-            _rows_int(kind, few)
-        elif many_columns:
-            _row_int(kind, few)
-        else:
-            _one_int(kind, few)
-    elif form == OF_DIGITS:
-        if many_columns:
-            _row_digits(kind, few)
-        else:
-            _one_digits(kind, few)
-    elif many_rows:
-        _rows(kind, few)
-    elif many_columns:
-        _row(kind, few)
-    else:
-        _one(kind, few)
 
 
 @helper
@@ -187,7 +54,7 @@ def _compute(
     x, pairs, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind,
     rows, outputs, row_bytes, chunks, span, scales, first, end, form,
 ):  # fmt: skip
-    """Compute columns of a product from an arranged input, see `FewRows` and `_run_tiles`.
+    """Compute columns of a product from an arranged input, see `FewRows` and `run_tiles`.
 
     `pairs` is the address of the input for tiles of several rows, see `arranging_loops.in_pairs`.
 
@@ -218,7 +85,7 @@ def _compute(
                 bias + 4 * column, out + 4 * (outputs * r + column), 4 * outputs, grids + 8 * r, ones + 4 * column,
                 tiles,
             )  # fmt: skip
-            _run_tiles(kind, few, is_many, has_many, form)
+            run_tiles(kind, few, is_many, has_many, form)
             r += many_rows if is_many else 1
         column += count
     unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used
@@ -270,12 +137,12 @@ def multiply(
 ):  # fmt: skip
     """Compute the columns from `first` to `end` of x @ weight.T + bias. For other arguments see `few_rows`."""
     stored_bytes = row_bytes
-    bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
+    bits, kind, row_bytes, chunks, span = as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
-    if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= _IN_UNITS):
+    if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= IN_UNITS):
         grids = np.zeros((rows, 2), _f)
         if _have_digits(x, columns, grids):
             _multiply_digits(
@@ -312,7 +179,7 @@ def multiply_integers(
     For other arguments see `few_rows`.
     """
     stored_bytes = row_bytes
-    bits, kind, row_bytes, chunks, span = _as_read(kind, row_bytes, columns, rows, block, scales, span)
+    bits, kind, row_bytes, chunks, span = as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
     flip = np.uint8(0) if (kind == SIGNED8) != _HAS_SAME_SIGNS else np.uint8(128)
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
@@ -443,7 +310,7 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
     """
     scale, offset = carray(scale, (first + count, scales)), carray(offset, (first + count, scales))
     stored_bytes = row_bytes
-    bits, kind, row_bytes = _unpacked(kind, row_bytes, columns)
+    bits, kind, row_bytes = unpacked_kind(kind, row_bytes, columns)
     numbers, is_packed, unpacked = np.empty(2, _f), kind >= SIGNED4, np.empty(columns if bits else 1, np.uint8)
     for r in range(first, first + count):
         source, target = weight + r * stored_bytes, out + 4 * (r - first) * columns

@@ -9,7 +9,7 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_loops import SIGNED4, SIGNED8, UNPACKED
+from fxq.backends.loops.code.few_rows_tile_loops import SIGNED4, SIGNED8, UNPACKED
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.panel_code import (
     COLUMNS,
@@ -44,7 +44,7 @@ class FloatPartField(IntEnum):
     OFFSET = 2  # address of float32 (outputs, scales): a value is integer * scale - zero * offset
     ZERO = 3
     BIAS = 4  # address of float32 (outputs,)
-    KIND = 5  # of `few_rows_loops`
+    KIND = 5  # of `few_rows_tile_loops`
     COLUMNS = 6  # number of values of a row of the weight
     OUTPUTS = 7
     ROW_BYTES = 8

@@ -60,9 +60,10 @@ class TokenField(IntEnum):
     WEIGHT = 7  # of LINEAR: the arguments of `few_rows_loops.few_rows` but x and out, in order
     COLUMNS = 21  # of LINEAR: the first of the columns that it computes, and their end
     ONES = 23  # of ROUNDED_LINEAR: address of the sums of the rows of the weight
-    GRID = 24  # kind, steps, qmin and qmax of `row_loops.quantize_rows`; APPEND_INTEGERS has `BLOCKS` as its kind
+    GRID = 24  # of ROUNDED_LINEAR: kind, steps, qmin and qmax of `row_loops.quantize_rows`
     BITS = 23  # of steps on states in integers: width of a stored integer, 8 or 4
     BLOCKS = 24  # of steps on states in integers: number of scales of a row
+    LEVELS = 25  # of APPEND_INTEGERS: steps of the grid between the ends of a range, and the largest integer
 
 
 MAX_FIELDS = 28
@@ -245,9 +246,9 @@ def _append(step, bases):
                 if step[TokenField.CODE] == APPEND:
                     _transform(COPY, source, bases[state] + 4 * target, depth)
                     continue
-                scale, zero, grid = state + VARYING, state + 2 * VARYING, TokenField.GRID
+                scale, zero, levels = state + VARYING, state + 2 * VARYING, TokenField.LEVELS
                 store_blocks(
-                    source, depth, step[TokenField.BLOCKS], step[TokenField.BITS], step[grid + 1], step[grid + 3],
+                    source, depth, step[TokenField.BLOCKS], step[TokenField.BITS], step[levels], step[levels + 1],
                     bases[state] + target, bases[scale] + 4 * _entry(bases, scale, n, h, first + j),
                     bases[zero] + _entry(bases, zero, n, h, first + j),
                 )  # fmt: skip

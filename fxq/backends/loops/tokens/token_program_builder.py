@@ -287,7 +287,7 @@ class TokenProgramBuilder:
         code = self.loops.APPEND
         if stored is not None:
             code = self.loops.APPEND_INTEGERS
-            fields |= self._fields(BITS=(form.bits, form.blocks), GRID=(form.blocks, stored.steps, 0, stored.qmax))
+            fields |= self._fields(BITS=(form.bits, form.blocks), LEVELS=(stored.steps, stored.qmax))
         self._steps.append(_Step(code, None, (x,), fields, states=(self.states[node],)))
         return True
 
