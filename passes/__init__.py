@@ -20,6 +20,7 @@ from fxq.passes.keep_small_values import KeepSmallValues
 from fxq.passes.low_rank import LowRank
 from fxq.passes.lower import Lower
 from fxq.passes.propagate import Propagate
+from fxq.passes.rotate_keys import RotateKeys
 from fxq.passes.scale_channels import ScaleChannels
 from fxq.passes.share_qparams import ShareQParams
 from fxq.passes.smooth import Smooth
@@ -53,6 +54,7 @@ PASSES: tuple[Pass, ...] = (
     SplitInputs(),
     Lower(),
     VerifyLowering(),
+    RotateKeys(),
     StoreStates(),
     Cleanup(),
 )
@@ -127,6 +129,7 @@ __all__ = [
     "LowRank",
     "Lower",
     "Propagate",
+    "RotateKeys",
     "ScaleChannels",
     "ShareQParams",
     "Smooth",

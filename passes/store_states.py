@@ -87,14 +87,16 @@ def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     options: dict[str, Any] = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
     dq = rewriter.call("dequantize", values, before=node, name=f"{name}_dq", typed=floats, **options, **blocks)
     rewriter.describe(dq, path=about.path, source=about.source)
-    rewriter.reroute(node, state, only=_is_returned)
+    rewriter.reroute(node, state, only=is_returned)
     rewriter.reroute(node, dq)
     rewriter.erase(node)
     rewriter.rename(state, name)
     rewriter.erase_unused()
 
 
-def _is_returned(user: fx.Node) -> bool:
-    """Whether a reader of a state is the output of the model, returns a part of it, or reads its shape."""
+def is_returned(user: fx.Node) -> bool:
+    """Whether a reader of a state is the output of the model, returns it or a part of it, or reads its shape."""
+    if is_op(user, "rotate_rows"):
+        return len(user.users) > 0 and all(is_returned(reader) for reader in user.users)
     is_slice = is_op(user, "getitem") and all(reader.op == "output" for reader in user.users)
     return user.op == "output" or is_slice or reads_only_metadata(user)

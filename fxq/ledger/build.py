@@ -175,7 +175,7 @@ def _decision(gm: fx.GraphModule, node: fx.Node, kind: str, lowered: bool) -> De
 def _is_in_qdq_form(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node of a lowered graph computes in float, between a dequantize and a quantize."""
     module = submodule(gm, node)
-    if is_op(node, "quantized_rows"):
+    if is_op(node, "quantized_rows", "rotate_rows"):
         return False
     if module is not None and unit_of(gm, node) is None:  # a kernel, whether its output is integer or float
         return False

@@ -11,6 +11,7 @@ import torch
 
 from fxq.onnx.conversion_nodes import choose_scale, choose_zero_point, dequantize, in_blocks, quantize
 from fxq.onnx.writer import Value, Writer, writes
+from fxq.quant.rotation import hadamard, rotation_size
 
 
 @writes("state_scale")
@@ -33,6 +34,13 @@ def state_integers(
     grid: dict[str, Any] = {"scale": scale, "zero_point": zero_point, "qmin": 0, "qmax": qmax, "dtype": torch.uint8}
     integers = quantize(w, state, axis=None if block is None else -1, block=block, **grid)
     return Value(integers, torch.empty_like(state.like, dtype=torch.float32 if w.floats else torch.uint8))
+
+
+@writes("rotate_rows")
+def rotate_rows(w: Writer, x: Value) -> str:
+    size = rotation_size(x.shape[-1])
+    pieces = w.reshaped(x, (*x.shape[:-1], x.shape[-1] // size, size))
+    return w.reshaped(w.emit("MatMul", pieces, hadamard(size)), x.shape)
 
 
 @writes("pack_rows")

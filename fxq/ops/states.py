@@ -16,6 +16,7 @@ from fxq.ops.traits import float_only
 from fxq.quant.dynamic_grid import dynamic_range, dynamic_zero_point
 from fxq.quant.packing import Packing
 from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.rotation import rotated
 
 
 @row(traits=float_only("past", "new", view=True, grows=True))
@@ -66,6 +67,15 @@ def state_integers(
 
 def _floats(state: Tensor) -> Tensor:
     return state.dequantize() if isinstance(state, QuantizedRows) else state
+
+
+@row(traits=float_only("x"))
+def rotate_rows(x: Tensor) -> Tensor:
+    """Rotate the rows of x, float32[..., N], by a Hadamard matrix, see `fxq/quant/rotation.py`; its own inverse.
+
+    Rows that are stored as integers keep them: the result stands for their rotation.
+    """
+    return x.rotated() if isinstance(x, QuantizedRows) else rotated(x)
 
 
 @row(traits=float_only("x"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxq.common.trees import leaves, mapped
 from fxq.errors import InputError
 from fxq.quant.packing import Packing
+from fxq.quant.rotation import rotated
 
 if TYPE_CHECKING:
     from fxq.quant.row_memory import RowMemory
@@ -48,6 +49,7 @@ class QuantizedRows(Tensor):
         scale: float32[..., 1], the value of one step in each row; or one per block of a row.
         zero_point: uint8 in the shape of `scale`, the integer that represents zero in each row or block.
         packing: how a row of integers is packed into bytes; None: each takes a byte.
+        is_rotated: whether the integers are those of the rotated rows, see `fxq/quant/rotation.py`.
 
     Raises:
         InputError: scales and zero points differ in shape, or do not divide a row; or a function would change it in
@@ -65,10 +67,16 @@ class QuantizedRows(Tensor):
     memory: RowMemory | None
     packing: Packing | None
     blocks: int
+    is_rotated: bool
 
     @staticmethod
     def __new__(
-        cls: Any, integers: Tensor, scale: Tensor, zero_point: Tensor, packing: Packing | None = None
+        cls: Any,
+        integers: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        packing: Packing | None = None,
+        is_rotated: bool = False,
     ) -> QuantizedRows:
         """Make a tensor with the shape of the unpacked integers."""
         sizes = integers.shape if packing is None else torch.Size((*integers.shape[:-1], packing.count))
@@ -78,21 +86,27 @@ class QuantizedRows(Tensor):
                 f"equal, with one value, or one for each block of equal size, for the {sizes[-1]} values of a row."
             )
         parts = integers, scale, zero_point
-        return cls._made(sizes, scale.dtype, integers.device, parts, None, packing, scale.shape[-1])
+        return cls._made(sizes, scale.dtype, integers.device, parts, None, packing, scale.shape[-1], is_rotated)
 
     @classmethod
     def in_memory(cls, memory: RowMemory, shape: tuple[int, ...]) -> QuantizedRows:
         """Rows of this shape at the start of memory. Their parts are made when they are read first."""
         sizes = torch.Size(shape)
-        return cls._made(sizes, torch.float32, "cpu", None, memory, memory.packing, memory.blocks)
+        return cls._made(sizes, torch.float32, "cpu", None, memory, memory.packing, memory.blocks, False)
 
     @classmethod
     def _made(cls, sizes: torch.Size, dtype: Any, device: Any, parts: Any, memory: Any, *form: Any) -> QuantizedRows:
         make: Any = Tensor._make_wrapper_subclass
         result: QuantizedRows = make(cls, sizes, dtype=dtype, device=device)
-        packing, blocks = form
-        result.__dict__.update(_parts=parts, memory=memory, _sizes=sizes, packing=packing, blocks=blocks)
+        packing, blocks, is_rotated = form
+        result.__dict__.update(_parts=parts, memory=memory, _sizes=sizes)
+        result.__dict__.update(packing=packing, blocks=blocks, is_rotated=is_rotated)
         return result
+
+    def rotated(self) -> QuantizedRows:
+        """Rotation of its rows, with the same integers in the same memory: what they stand for changes."""
+        about, form = (self.scale.dtype, self.device) if self.memory is None else (torch.float32, "cpu"), _form(self)
+        return self._made(self._sizes, *about, self._parts, self.memory, *form[:2], not self.is_rotated)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,15 +135,18 @@ class QuantizedRows(Tensor):
     def dequantize(self) -> Tensor:
         """Return the float values, float32[..., N]."""
         values = self.integers.to(self.scale.dtype)
-        if self.blocks == 1:
-            return values.sub_(self.zero_point).mul_(self.scale)
         by_block = values.unflatten(-1, (self.blocks, values.shape[-1] // self.blocks))
-        return by_block.sub_(self.zero_point.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1)).flatten(-2)
+        values = by_block.sub_(self.zero_point.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1)).flatten(-2)
+        return rotated(values) if self.is_rotated else values
 
     def is_stored_as(self, block: int | None, bits: int) -> bool:
-        """Whether its scales are of blocks of this size, or None: of rows, and its stored integers have this width."""
+        """Whether its scales are of blocks of this size, or None: of rows, and its stored integers have this width.
+
+        Integers of rotated rows are stored as none.
+        """
         stored = 8 if self.packing is None else self.packing.bits
-        return stored == bits and (self.blocks == 1 if block is None else self.blocks * block == self._sizes[-1])
+        is_in_blocks = self.blocks == 1 if block is None else self.blocks * block == self._sizes[-1]
+        return stored == bits and is_in_blocks and not self.is_rotated
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -146,10 +163,10 @@ class QuantizedRows(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedRows:
         integers, scale, zero_point = (copy.deepcopy(part, memo) for part in self.parts)
-        return QuantizedRows(integers, scale, zero_point, self.packing)
+        return QuantizedRows(integers, scale, zero_point, self.packing, self.is_rotated)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return QuantizedRows, (*self.parts, self.packing)
+        return QuantizedRows, (*self.parts, self.packing, self.is_rotated)
 
     @classmethod
     def __torch_function__(
@@ -206,7 +223,7 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if not tensors or not all(isinstance(x, QuantizedRows) and _form(x) == _form(tensors[0]) for x in tensors):
         return None
     sizes, dtypes = tensors[0].parts[0].shape[-1], [part.dtype for part in tensors[0].parts]
-    packing, blocks = _form(tensors[0])
+    packing, blocks, is_rotated = _form(tensors[0])
     try:
         if packing is not None:  # the result could be of whole bytes, although it is of some values of each row
             moved = func(*_part(args, _WHOLE_SHAPE), **_part(kwargs, _WHOLE_SHAPE))
@@ -221,7 +238,7 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if not (is_whole and is_alike and [integers.dtype, scale.dtype, zero_point.dtype] == dtypes):
             return None
     of_parts = zip(*map(_as_tuple, results), strict=True)
-    joined = tuple(QuantizedRows(integers, scale, zero, packing) for integers, scale, zero in of_parts)
+    joined = tuple(QuantizedRows(integers, scale, zero, packing, is_rotated) for integers, scale, zero in of_parts)
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
 
 
@@ -229,9 +246,9 @@ _WHOLE_SHAPE = -1
 """In place of the number of a part: a tensor of the shape of the unpacked integers, for its shape alone."""
 
 
-def _form(rows: Any) -> tuple[Packing | None, int]:
-    """How rows are packed, and the number of blocks of a row."""
-    return rows.packing, rows.blocks
+def _form(rows: Any) -> tuple[Packing | None, int, bool]:
+    """How rows are packed, the number of blocks of a row, and whether the integers are those of rotated rows."""
+    return rows.packing, rows.blocks, rows.is_rotated
 
 
 def _as_tuple(result: Any) -> tuple[Any, ...]:

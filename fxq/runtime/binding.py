@@ -105,7 +105,7 @@ def _kind(value: Any, grows: bool) -> Hashable:
     if cls is dict:
         return cls, *((key, _kind(v, grows)) for key, v in value.items())
     if cls is QuantizedRows and grows:
-        return cls, value.shape, value.device, value.packing, value.blocks
+        return cls, value.shape, value.device, value.packing, value.blocks, value.is_rotated
     raise _UnboundError
 
 

@@ -14,10 +14,12 @@ from fxq.errors import InputError, RecipeError
 from fxq.passes import StoreStates
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.rotation import rotated
 from fxq.quant.spec import CACHE, CACHE_TEXT
 from tests.support.graphs import expected, program, run_pass
 from tests.support.helpers import REFERENCE, filed, module
 
+ROTATED = "stored as integers of its rotated rows, so that an outlier is divided among all values of a row"
 PLAN = f"plan=Plan(Decision('float'), state={CACHE!r})"
 WINDOW = "index=(slice(None, None, None), slice(None, None, None), slice(-3, None, None))"
 
@@ -151,7 +153,10 @@ def test_the_ledger_says_how_to_store_a_state_as_integers():
     assert eval(CACHE_TEXT) == CACHE
     stored = quantized(Attention().eval(), fxq.Recipe.weight_only(state=eval(CACHE_TEXT)))
     entries = [e for e in stored.ledger if e.op == "append"]
-    assert [(e.precision, e.decided_by) for e in entries] == [("moves", "store-states")] * 2
+    assert [(e.precision, e.decided_by) for e in entries] == [
+        ("moves", "rotate-keys"),
+        ("moves", "store-states"),
+    ]
     assert all(40 < e.sqnr < 60 for e in entries)  # int8 per row of 16 values
 
 
@@ -174,6 +179,13 @@ def recipes(state):
 BLOCKS = fxq.TensorSpec(bits=4, per=8, range="dynamic")
 
 
+def as_stored(rows, like=None):
+    """Float values that a state's integers stand for: of rotated keys, or of rows as they are."""
+    if isinstance(rows, QuantizedRows):
+        return (rows.rotated() if rows.is_rotated else rows).dequantize()
+    return rotated(rows) if like.is_rotated else rows
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
 @pytest.mark.parametrize(("spec", "least"), [(CACHE, 35), (BLOCKS, 20)], ids=["8 bits", "4 bits"])
@@ -189,7 +201,7 @@ def test_an_integer_cache_agrees_with_a_float_one(name, spec, least):
     assert all(isinstance(part, QuantizedRows) for part in state)
     assert sqnr([want], [got]) > least  # by the bits of the state; the layers are those of the other model
     for part, float_part in zip(state, floats, strict=True):
-        error = (part.dequantize() - float_part).abs()
+        error = (as_stored(part) - as_stored(float_part, part)).abs()
         steps = error / part.scale.repeat_interleave(16 // part.blocks, -1)
         assert float(steps.max()) < (0.51 if recipe.preset == "weight_only" or name == "cache alone" else 20)
 
@@ -268,14 +280,14 @@ def test_blocks_and_bits(bits, per, recipe):
     state = run(q, tokens, empty())[1]
     grid, block = DynamicGrid(0, 2**bits - 1, torch.uint8, -1, symmetric=False), 16 if per == "row" else per
     for part, floats in zip(state, run(in_float, tokens, empty())[1], strict=True):
-        want = grid.rounded(floats.unflatten(-1, (16 // block, block))).flatten(-2)
-        assert torch.equal(part.dequantize(), want)
+        want = grid.rounded(as_stored(floats, part).unflatten(-1, (16 // block, block))).flatten(-2)
+        assert torch.equal(as_stored(part), want)
         assert 2**bits - 2 <= int(part.integers.max()) < 2**bits
         assert part.parts[0].nbytes == part.numel() * (bits if bits < 7 else 8) / 8
         assert part.scale.shape == (1, 2, 10, 16 // block)
     reasons = {entry.reason for entry in q.ledger if entry.op == "append"}
     unpacked = f"its integers of {bits} bits are unpacked in each call; compiled loops read 8 and 4 bits"
-    assert reasons == {unpacked if bits in (3, 6) else ""}
+    assert reasons == {unpacked if bits in (3, 6) else "", ROTATED}
 
 
 def test_a_block_that_does_not_divide_a_row():
@@ -293,7 +305,8 @@ def test_a_state_of_another_form_is_quantized_again():
         for state in states:
             want, _ = run(q, tokens[:, 5:], [1 * part for part in state])
             got, after = run(q, tokens[:, 5:], state)
-            assert torch.allclose(got, want, rtol=0, atol=1e-5)
+            # values half-way between two integers may be rounded to either side; other integers give less than 10 dB
+            assert sqnr([want], [got]) > 25
             assert after[0].shape == (1, 2, 10, 16)
 
 

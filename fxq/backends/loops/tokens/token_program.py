@@ -59,7 +59,9 @@ class StateForm(NamedTuple):
         Raises:
             OtherInputsError: it has another form, or needs a gradient.
         """
-        if type(state) is QuantizedRows and (state.packing, state.blocks) != (self.packing, self.blocks):
+        if type(state) is QuantizedRows and (state.packing, state.blocks, state.is_rotated) != (
+            self.packing, self.blocks, False,
+        ):  # fmt: skip
             raise OtherInputsError
         if self.in_integers and type(state) is QuantizedRows and state.memory is not None:
             if state.memory.sizes != (self.samples, self.heads, self.depth):

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxq.backends.loops.tokens.rotation_product import rotation_product
 from fxq.backends.loops.tokens.stored_states import state_node, stored_state
 from fxq.backends.loops.tokens.token_attention import MAX_QUERIES, CacheAttention
 from fxq.backends.loops.tokens.token_program import GROWING_AXIS, GrowingInputs, MaskForm, StateForm, TokenProgram
-from fxq.backends.loops.tokens.token_values import TokenValue, step_axes
+from fxq.backends.loops.tokens.token_values import TokenValue, step_axes, view_of
 from fxq.backends.plain.column_jobs import column_parts
 from fxq.backends.plain.few_rows import FewRowsProduct
 from fxq.graph.query import argument, is_op, op_of, options_of
+from fxq.quant.rotation import rotation_size
 
 MAX_VALUES = 1 << 17
 """Maximum number of values of a result in a program. Larger results do not stay in the second-level cache."""
@@ -108,7 +110,7 @@ class TokenProgramBuilder:
         self.masks: list[fx.Node] = []
         self.linear_count = 0
         self._growing = GrowingInputs()
-        self._factors: list[Tensor] = []
+        self._kept: list[Any] = []  # objects whose memory steps refer to by address
         self._inputs_at: dict[int, fx.Node] = {}
         self._sizes: list[int] = []  # of the buffers
         self._fixed: dict[int, Tensor] = {}  # constants, by buffer
@@ -197,7 +199,9 @@ class TokenProgramBuilder:
         if x is None:
             return None
         if name in ("reshape", "unsqueeze", "contiguous", "transpose", "permute", "getitem", "cast"):
-            return _view(name, x, options, shape)
+            return view_of(name, x, options, shape)
+        if name == "rotate_rows":
+            return self._rotate(x)
         if name in _BINARY:
             y = self._operand(argument(node, "other"))
             is_plain = options.get("alpha", 1) == 1 and len(shape) > 0
@@ -310,10 +314,11 @@ class TokenProgramBuilder:
         mask = (
             None if attention.mask is None else self._mask(attention.mask, MaskForm(samples, heads, queries, states[0]))
         )
-        self._factors.append(torch.tensor(attention.factor_for(depth), dtype=torch.float32, device="cpu"))
+        factor = torch.tensor(attention.factor_for(depth), dtype=torch.float32, device="cpu")
+        self._kept.append(factor)
         fields = self._fields(
             SIZES=(samples, heads, queries), X_STRIDES=query.strides[:3], ARGUMENT=(depth,),
-            FACTOR=(self._factors[-1].data_ptr(),), COLUMNS=(0, samples * heads), BITS=(form.bits, form.blocks),
+            FACTOR=(factor.data_ptr(),), COLUMNS=(0, samples * heads), BITS=(form.bits, form.blocks),
         )  # fmt: skip
         out = self._new(shape)
         parts = partial(_head_parts, samples * heads)
@@ -349,6 +354,17 @@ class TokenProgramBuilder:
         result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(layer.function))
         return None if result is None else result.reshaped(shape)
 
+    def _rotate(self, x: TokenValue) -> TokenValue | None:
+        size = rotation_size(x.shape[-1])
+        product = rotation_product(size)
+        if product is None or not x.is_contiguous:
+            return None
+        self._kept.append(product)
+        out, rows = self._new(x.shape), math.prod(x.shape) // size
+        fields = self._fields(WEIGHT=product.fields(rows), COLUMNS=(0, size))
+        self._steps.append(_Step(self.loops.LINEAR, out, (x,), fields, product.parts))
+        return out
+
     def finish(self, outputs: Sequence[fx.Node]) -> TokenProgram | None:
         """Return the program that computes these values; None if no step can write one of them as a tensor."""
         shapes: list[tuple[int, ...]] = []
@@ -374,7 +390,7 @@ class TokenProgramBuilder:
             row[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.int64)
         inputs = [self.shape_of(node) for node in self.inputs]
         parts = {k: step.parts for k, step in enumerate(self._steps) if step.parts is not None}
-        kept = [*self._fixed.values(), *self._factors]
+        kept = [*self._fixed.values(), *self._kept]
         return TokenProgram(self.loops, rows, inputs, self._growing, shapes, size, parts, kept)
 
     def _indices(self, step: _Step, outputs: int) -> dict[int, int]:
@@ -430,21 +446,3 @@ def _head_parts(heads: int, threads: int) -> list[tuple[int, int]]:
 def _located(places: Sequence[Place], value: TokenValue) -> Place:
     base, offset = places[value.buffer]
     return base, offset + 4 * value.offset
-
-
-def _view(name: str, x: TokenValue, options: Mapping[str, Any], shape: tuple[int, ...]) -> TokenValue | None:
-    """View that a layout op returns; None if the op has to move values."""
-    if name in ("reshape", "unsqueeze"):
-        return x.reshaped(shape)
-    if name == "transpose":
-        return x.transposed(options["dim0"], options["dim1"])
-    if name == "permute":
-        return x.permuted(options["dims"])
-    if name == "getitem":
-        index = options["index"]
-        return x.sliced(index if isinstance(index, tuple) else (index,))
-    if name == "cast":
-        return x if options["dtype"] == torch.float32 else None
-    return (
-        x if x.is_contiguous and options["memory_format"] in (torch.contiguous_format, torch.preserve_format) else None
-    )

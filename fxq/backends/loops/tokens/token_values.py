@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 AXES = 3
 """Axes of a step."""
@@ -91,3 +94,21 @@ def step_axes(shape: Sequence[int], *operands: TokenValue) -> tuple[tuple[int, .
     if not sizes:  # one value
         return (1,) * AXES, [(0,) * AXES for _ in operands]
     return (*(1,) * missing, *sizes), [(*(0,) * missing, *of) for of in strides]
+
+
+def view_of(name: str, x: TokenValue, options: Mapping[str, Any], shape: tuple[int, ...]) -> TokenValue | None:
+    """View that a layout op returns; None if the op has to move values."""
+    if name in ("reshape", "unsqueeze"):
+        return x.reshaped(shape)
+    if name == "transpose":
+        return x.transposed(options["dim0"], options["dim1"])
+    if name == "permute":
+        return x.permuted(options["dims"])
+    if name == "getitem":
+        index = options["index"]
+        return x.sliced(index if isinstance(index, tuple) else (index,))
+    if name == "cast":
+        return x if options["dtype"] == torch.float32 else None
+    return (
+        x if x.is_contiguous and options["memory_format"] in (torch.contiguous_format, torch.preserve_format) else None
+    )

@@ -35,7 +35,7 @@ def run_step(code, x, out, states, mask=None, factor=1.0, parts=None, grid=()):
     numbers = {
         field.CODE: [code], field.OUT: [3, 0], field.X: [2, 0], field.SIZES: [samples, heads, count],
         field.X_STRIDES: x.stride()[:3], field.STATE: indices, field.MASK: [at_mask], field.ARGUMENT: [depth],
-        field.FACTOR: [factor.data_ptr()], field.COLUMNS: parts or (0, samples * heads), field.GRID: grid,
+        field.FACTOR: [factor.data_ptr()], field.COLUMNS: parts or (0, samples * heads), field.LEVELS: grid,
         field.BITS: [8 if states[0].packing is None else 4, states[0].blocks],
     }  # fmt: skip
     for first, values in numbers.items():
@@ -69,7 +69,7 @@ def rounded(x, bits, block=None, packed=False):
 
 def appended(x, bits=8, earlier=2, **form):
     state = empty_rows(*x.shape[:2], earlier + x.shape[2], x.shape[3], **form)
-    run_step(LOOPS.APPEND_INTEGERS, x, None, [state], grid=(state.blocks, 2**bits - 2, 0, 2**bits - 1))
+    run_step(LOOPS.APPEND_INTEGERS, x, None, [state], grid=(2**bits - 2, 2**bits - 1))
     assert not any(part[:, :, :earlier].any() for part in state.parts)  # earlier entries are not touched
     return tuple(part[:, :, earlier:] for part in state.parts)
 

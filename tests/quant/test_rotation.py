@@ -1,0 +1,32 @@
+"""Rotations of rows by a Hadamard matrix."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxq.quant.rotation import hadamard, rotated, rotation_size
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 128])
+def test_a_hadamard_matrix(size):
+    matrix = hadamard(size, torch.float64)
+    want = torch.full((size, size), size**-0.5, dtype=torch.float64)
+    assert torch.allclose(matrix.abs(), want, rtol=1e-15, atol=0)
+    assert torch.equal(matrix, matrix.T)
+    assert torch.allclose(matrix @ matrix, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+@given(st.integers(1, 300), st.integers(0, 2**31))
+def test_rotations_keep_products_and_undo_themselves(count, seed):
+    x, y = torch.randn(2, 3, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    assert count % rotation_size(count) == 0
+    assert torch.allclose(rotated(x) @ rotated(y).T, x @ y.T, rtol=0, atol=1e-12 * count)
+    assert torch.allclose(rotated(rotated(x)), x, rtol=0, atol=1e-13 * count)
+
+
+def test_an_outlier_is_divided():
+    x = torch.zeros(1, 96)
+    x[0, 40] = 8.0
+    assert torch.equal(rotated(x).abs()[0, 32:64], torch.full((32,), 8 / 32**0.5))
+    assert not rotated(x)[0, :32].any() and not rotated(x)[0, 64:].any()
