@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-MIN_ROTATED = 16
+MIN_ROTATED = 32
 """Number of values from which on rotating them is worth it."""
 
 

@@ -13,28 +13,28 @@ from tests.support.helpers import REFERENCE
 
 PLAN = f"plan=Plan(Decision('float'), state={CACHE!r})"
 INPUTS = """
-        past: float32[1, 2, 5, 16] = input()
-        new: float32[1, 2, 3, 16] = input()
-        query: float32[1, 2, 3, 16] = input()
-        values: float32[1, 2, 8, 16] = input()"""
+        past: float32[1, 2, 5, 32] = input()
+        new: float32[1, 2, 3, 32] = input()
+        query: float32[1, 2, 3, 32] = input()
+        values: float32[1, 2, 8, 32] = input()"""
 
 
 def test_an_attention():
     gm = run_pass(
         RotateKeys(),
         f"""{INPUTS}
-        keys: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}
-        y: float32[1, 2, 3, 16] = scaled_dot_product_attention(query, keys, values)
+        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)  # {PLAN}
+        y: float32[1, 2, 3, 32] = scaled_dot_product_attention(query, keys, values)
         return (y, keys)
         """,
     )
     assert program(gm) == expected(f"""{INPUTS}
-        query_rotated: float32[1, 2, 3, 16] = rotate_rows(query)
-        past_rotated: float32[1, 2, 5, 16] = rotate_rows(past)
-        new_rotated: float32[1, 2, 3, 16] = rotate_rows(new)
-        keys_rotated: float32[1, 2, 8, 16] = append(past_rotated, new_rotated, dim=2)
-        keys: float32[1, 2, 8, 16] = rotate_rows(keys_rotated)
-        y: float32[1, 2, 3, 16] = scaled_dot_product_attention(query_rotated, keys_rotated, values)
+        query_rotated: float32[1, 2, 3, 32] = rotate_rows(query)
+        past_rotated: float32[1, 2, 5, 32] = rotate_rows(past)
+        new_rotated: float32[1, 2, 3, 32] = rotate_rows(new)
+        keys_rotated: float32[1, 2, 8, 32] = append(past_rotated, new_rotated, dim=2)
+        keys: float32[1, 2, 8, 32] = rotate_rows(keys_rotated)
+        y: float32[1, 2, 3, 32] = scaled_dot_product_attention(query_rotated, keys_rotated, values)
         return (y, keys)
     """)
 
@@ -43,33 +43,33 @@ def test_a_product_with_the_transpose():
     gm = run_pass(
         RotateKeys(),
         f"""{INPUTS}
-        keys: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}
-        columns: float32[1, 2, 16, 8] = transpose(keys, dim0=-1, dim1=2)
+        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)  # {PLAN}
+        columns: float32[1, 2, 32, 8] = transpose(keys, dim0=-1, dim1=2)
         y: float32[1, 2, 3, 8] = matmul(query, columns)
         z: float32[1, 2, 8, 8] = matmul(values, columns)
-        window: float32[1, 2, 3, 16] = getitem(keys, index=(slice(None, None, None), slice(None, None, None), slice(-3, None, None)))
+        window: float32[1, 2, 3, 32] = getitem(keys, index=(slice(None, None, None), slice(None, None, None), slice(-3, None, None)))
         return (y, z, window)
         """,  # noqa: E501
     )
     text = program(gm)
-    assert "columns: float32[1, 2, 16, 8] = transpose(keys_rotated, dim0=-1, dim1=2)" in text
+    assert "columns: float32[1, 2, 32, 8] = transpose(keys_rotated, dim0=-1, dim1=2)" in text
     assert "y: float32[1, 2, 3, 8] = matmul(query_rotated, columns)" in text
     assert "z: float32[1, 2, 8, 8] = matmul(values_rotated, columns)" in text
-    assert "window: float32[1, 2, 3, 16] = getitem(keys, " in text
+    assert "window: float32[1, 2, 3, 32] = getitem(keys, " in text
 
 
 @pytest.mark.parametrize(
     "reads",
     [
-        "y: float32[1, 2, 8, 16] = relu(keys)",
-        "y: float32[1, 2, 3, 16] = scaled_dot_product_attention(query, values, keys)",
-        "y: float32[1, 2, 8, 16] = scaled_dot_product_attention(keys, keys, values)",
-        "t: float32[2, 1, 8, 16] = transpose(keys, dim0=0, dim1=1)\n        y: float32[2, 1, 8, 16] = relu(t)",
+        "y: float32[1, 2, 8, 32] = relu(keys)",
+        "y: float32[1, 2, 3, 32] = scaled_dot_product_attention(query, values, keys)",
+        "y: float32[1, 2, 8, 32] = scaled_dot_product_attention(keys, keys, values)",
+        "t: float32[2, 1, 8, 32] = transpose(keys, dim0=0, dim1=1)\n        y: float32[2, 1, 8, 32] = relu(t)",
     ],
 )
 def test_keys_that_are_read_in_another_way_stay(reads):
     text = f"""{INPUTS}
-        keys: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}
+        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)  # {PLAN}
         {reads}
         return (y, keys)
     """
@@ -77,11 +77,11 @@ def test_keys_that_are_read_in_another_way_stay(reads):
 
 
 def test_keys_in_float_and_short_keys_stay():
-    attend = "y: float32[1, 2, 3, 16] = scaled_dot_product_attention(query, keys, values)\n        return (y, keys)"
-    text = f"{INPUTS}\n        keys: float32[1, 2, 8, 16] = append(past, new, dim=2)\n        {attend}"
+    attend = "y: float32[1, 2, 3, 32] = scaled_dot_product_attention(query, keys, values)\n        return (y, keys)"
+    text = f"{INPUTS}\n        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)\n        {attend}"
     assert "rotate_rows" not in program(run_pass(RotateKeys(), text))
-    text = f"{INPUTS}\n        keys: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}\n        {attend}"
-    assert "rotate_rows" not in program(run_pass(RotateKeys(), text.replace("16]", "24]")))
+    text = f"{INPUTS}\n        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)  # {PLAN}\n        {attend}"
+    assert "rotate_rows" not in program(run_pass(RotateKeys(), text.replace("32]", "48]")))
 
 
 class Attention(nn.Module):

@@ -357,12 +357,13 @@ class TokenProgramBuilder:
     def _rotate(self, x: TokenValue) -> TokenValue | None:
         size = rotation_size(x.shape[-1])
         product = rotation_product(size)
-        if product is None or not x.is_contiguous:
+        values = x if x.is_contiguous else self._step("COPY", x.shape, x)
+        if product is None or values is None:
             return None
         self._kept.append(product)
         out, rows = self._new(x.shape), math.prod(x.shape) // size
         fields = self._fields(WEIGHT=product.fields(rows), COLUMNS=(0, size))
-        self._steps.append(_Step(self.loops.LINEAR, out, (x,), fields, product.parts))
+        self._steps.append(_Step(self.loops.LINEAR, out, (values,), fields, product.parts))
         return out
 
     def finish(self, outputs: Sequence[fx.Node]) -> TokenProgram | None:
