@@ -19,10 +19,8 @@ def rotation_size(count: int) -> int:
 @lru_cache(maxsize=32)
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """Orthonormal Hadamard matrix, (size, size), of a power of two. It is symmetric, so it is its own inverse."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device, dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        return _by_halves(torch.eye(size, dtype=torch.float64, device="cpu")).to(device, dtype)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -31,4 +29,17 @@ def rotated(x: Tensor) -> Tensor:
     Products of two rotated rows are those of the rows (QuaRot: Ashkboos et al. 2024, section 4, key-value caches).
     """
     size = rotation_size(x.shape[-1])
-    return (x.unflatten(-1, (-1, size)) @ hadamard(size, x.dtype, str(x.device))).flatten(-2)
+    pieces = x.unflatten(-1, (-1, size))
+    # A tensor that stands for values, as in torch.export, cannot be multiplied with a matrix that has some.
+    return (pieces @ hadamard(size, x.dtype, str(x.device)) if type(x) is Tensor else _by_halves(pieces)).flatten(-2)
+
+
+def _by_halves(x: Tensor) -> Tensor:
+    """Rotate the last axis, a power of two, by sums and differences of halves: the fast Walsh-Hadamard transform."""
+    size, half = x.shape[-1], 1
+    y = x
+    while half < size:
+        first, second = y.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
+        y = torch.stack([first + second, first - second], -2).flatten(-3)
+        half *= 2
+    return y / size**0.5

@@ -110,3 +110,25 @@ def test_outliers_cost_less(bits):
     want, (got, keys, _), (plain, _, _) = model(*inputs)[0], *(q(*inputs) for q in models)
     assert sqnr([want], [got]) > sqnr([want], [plain]) + 6
     assert sqnr([key], [keys.dequantize()]) > 6 * bits - 12 and keys.is_rotated  # as a grid of so many bits has
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_files_take_and_return_the_keys(tmp_path):
+    """Saved, and in ONNX over several calls, where the state is float at both ends and quantized again in each call."""
+    runtime = pytest.importorskip("onnxruntime")
+    cache = fxq.QuantConfig(activation=None, weight=None, state=CACHE)
+    recipe = REFERENCE.override("*", fxq.FLOAT).override(fxq.by_op("append"), cache)
+    token = torch.randn(3, 1, 2, 1, 32)
+    inputs = (*token, *torch.randn(2, 1, 2, 5, 32))
+    q = fxq.quantize(Attention().eval(), recipe, example_inputs=inputs)
+    q.export(tmp_path / "m.onnx", dynamic={"keys": {2: "past"}, "values": {2: "past"}})
+    q.save(tmp_path / "m.fxq")
+    session, loaded = runtime.InferenceSession(tmp_path / "m.onnx"), fxq.load(tmp_path / "m.fxq")
+    names = [x.name for x in session.get_inputs()]
+    wanted = ours = theirs = inputs
+    for _ in range(30):
+        wanted, ours = (*token, *q(*wanted)[1:]), (*token, *loaded(*ours)[1:])
+        arrays = dict(zip(names, (x.numpy() for x in theirs), strict=True))
+        theirs = (*token, *map(torch.from_numpy, session.run(None, arrays)[1:]))
+        assert torch.equal(ours[3].integers, wanted[3].integers) and ours[3].is_rotated
+        assert torch.allclose(theirs[3], wanted[3].dequantize(), rtol=0, atol=1e-4)  # less than a hundredth of a step

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fxq.quant.rotation import hadamard, rotated, rotation_size
 
@@ -30,3 +31,25 @@ def test_an_outlier_is_divided():
     x[0, 40] = 8.0
     assert torch.equal(rotated(x).abs()[0, 32:64], torch.full((32,), 8 / 32**0.5))
     assert not rotated(x)[0, :32].any() and not rotated(x)[0, 64:].any()
+
+
+def test_the_first_rotation_in_inference_mode():
+    """The matrix that it leaves behind can be used with gradients."""
+    hadamard.cache_clear()
+    with torch.inference_mode():
+        rotated(torch.randn(2, 32))
+    x = torch.randn(2, 32, requires_grad=True)
+    rotated(x)[0, 0].backward()
+    assert torch.equal(x.grad, torch.stack([hadamard(32)[0], torch.zeros(32)]))
+
+
+def test_an_exported_rotation():
+    class Rotation(nn.Module):
+        def forward(self, x):
+            return rotated(x)
+
+    hadamard.cache_clear()
+    x = torch.randn(3, 96)
+    program = torch.export.export(Rotation(), (x,)).module()
+    assert torch.allclose(program(x), rotated(x), rtol=0, atol=1e-6)
+    assert type(hadamard(32)) is torch.Tensor
