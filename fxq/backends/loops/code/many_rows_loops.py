@@ -10,10 +10,10 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_loops import SIGNED4, UNPACKED
 from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, VECTORS, ManyRows, many_rows_tile
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
+from fxq.backends.loops.code.weight_row_loops import SIGNED4, UNPACKED
 
 __all__ = ["ARRANGED", "COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
 IS_FASTER = machine_code.KIND.has_many_rows

@@ -9,7 +9,6 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_loops import SIGNED4, SIGNED8, UNPACKED
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.panel_code import (
     COLUMNS,
@@ -22,6 +21,7 @@ from fxq.backends.loops.code.panel_code import (
     unsigned_to_floats,
 )
 from fxq.backends.loops.code.unpacking_code import unpack_row
+from fxq.backends.loops.code.weight_row_loops import SIGNED4, SIGNED8, UNPACKED
 from fxq.quant.packing import UNIT
 
 __all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "FloatCallField", "FloatPartField", "multiply_floats_part"]
