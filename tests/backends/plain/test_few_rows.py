@@ -345,7 +345,7 @@ def test_without_a_loop_weights_are_converted(monkeypatch):
         ({"bits": 8, "per": 16}, "PyTorch converts its weight to floats in each call: its block size of 8-bit values"),
         (
             {"bits": 4, "per": 16},
-            f"more than {MAX_ROWS} rows are multiplied by its weight as floats, .* multiple of 32",
+            f"more than {MAX_ROWS} rows are multiplied by its weight as floats, .* of 32",
         ),
         ({"bits": 4, "per": 32}, "^$"),
     ],
