@@ -25,7 +25,7 @@ from fxq.integrations.transformers_models import (
     without_tensors,
 )
 from fxq.integrations.transformers_tracing import graph_form
-from fxq.ledger.stored_states import warn_without_states
+from fxq.ledger.float_states import warn_without_states
 from fxq.quant.spec import WEIGHT, QuantConfig, is_low_bit
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector, as_selector, by_op

@@ -18,8 +18,8 @@ from fxq.common.data import Batch
 from fxq.common.isolation import untouched
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import RecipeError, TraceError, warn
+from fxq.ledger.float_states import warn_without_states
 from fxq.ledger.output_check import rank
-from fxq.ledger.stored_states import warn_without_states
 from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
 from fxq.parts.choose import (

@@ -21,7 +21,7 @@ from fxq.common.progress import progress_bar
 from fxq.common.ranks import Ranks
 from fxq.errors import InputError, warn
 from fxq.ledger.float_record import checksums
-from fxq.ledger.stored_states import warn_without_states
+from fxq.ledger.float_states import warn_without_states
 from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.fitting import first_fitting

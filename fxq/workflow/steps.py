@@ -30,10 +30,10 @@ from fxq.graph.text.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
+from fxq.ledger.float_states import warn_of_float_states, warn_without_states
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.reduce_range import run_with_reduced_range
-from fxq.ledger.stored_states import warn_of_float_states, warn_without_states
 from fxq.model import QuantizedModel
 from fxq.passes.fallback import MIN_PRICED_GAIN, move_to_float
 from fxq.passes.observe_all import ObserveAll
