@@ -41,7 +41,7 @@ from fxq.runtime.call_checks import check_call, compiled, has_kernels
 from fxq.saved.mapped_file import MappedFile
 from fxq.saved.model_export import export_model
 from fxq.saved.model_file import save_model
-from fxq.saved.other_machine import fit, verify
+from fxq.saved.other_machine import fit, stored_checksums, verify
 
 _COPIED_ATTRIBUTES = (
     "history", "ledger", "recipe", "backend", "record", "kinds_kept", "attempts", "_decided", "_float_attributes",
@@ -90,7 +90,7 @@ class QuantizedModel(Quantized):
             ledger=ledger,
             recipe=context.recipe,
             backend=recipe_name(context.backend),
-            record=record,
+            record=replace(record, stored=stored_checksums(model)),
             kinds_kept=MAX_BOUND_KINDS,
             _decided=context.decided,
             _float_attributes=FloatAttributes.of(context.model),
@@ -197,19 +197,20 @@ class QuantizedModel(Quantized):
         )
 
     def verify(self) -> None:
-        """Verify every kernel on this machine: compare its output with its q/dq form.
+        """Verify that stored weights are unchanged, and every kernel on this machine by its output and its q/dq form.
 
-        `fxq.quantize` does this too, as do `fxq.load` and unpickling on another kind of machine. The inputs are random
-        integers, distributed like activations.
+        Checksums of the weights show a write to them since `fxq.quantize`, or damaged memory. `fxq.quantize` verifies
+        kernels too, as do `fxq.load` and unpickling on another kind of machine. The inputs are random integers,
+        distributed like activations.
 
         Raises:
-            BackendError: kernels are wrong on this machine; each is named, with the reason.
+            BackendError: weights have changed, or kernels are wrong on this machine; each is named, with the reason.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval()
             >>> fxq.quantize(model, "static", data=[torch.rand(4, 16)]).verify()
         """
-        verify(self)
+        verify(self, self.record.stored)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the model to one file, for `fxq.load`. The file holds data only: loading it needs no code of the model.

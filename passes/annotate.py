@@ -27,7 +27,7 @@ from fxq.ops.traits import STATE_DYNAMIC
 from fxq.pipeline.candidates import Candidate, CandidateGraph, unfit_input, unfit_reason
 from fxq.pipeline.context import Context
 from fxq.quant.dynamic_grid import ROUND_TO_RANGE
-from fxq.quant.spec import CACHE, CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
+from fxq.quant.spec import CACHE_TEXT, DYNAMIC_STATE, WEIGHT, QuantConfig, Role, TensorSpec, is_low_bit
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.recipe.pipeline import preset_config, preset_line
 from fxq.recipe.selector import Selector
@@ -201,8 +201,7 @@ class _Planner:
     def _growing_state(self, node: fx.Node, spec: TensorSpec | None) -> Plan:
         """Plan of an `append`: in float; with a spec for its state if the pass store-states stores it as integers."""
         about = info(node)
-        per = CACHE.per if spec is None or spec.block is None else spec.block
-        if spec is None or spec != replace(CACHE, bits=spec.bits, observer=spec.observer, per=per):
+        if spec is None or not spec.is_for_growing_states:
             return self._float("excluded by the recipe", f"its state is in float; as integers: state={CACHE_TEXT}")
         if about.dtype != torch.float32 or options_of(node)["dim"] in (-1, len(about.shape or ()) - 1):
             return self._float("unsupported", "only states of float32 whose rows do not grow are stored as integers")

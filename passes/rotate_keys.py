@@ -10,7 +10,7 @@ from torch import fx
 
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import argument, is_op, options_of, plan_of
-from fxq.passes.store_states import is_returned
+from fxq.passes.store_states import is_returned, split_slices
 from fxq.quant.rotation import MIN_ROTATED, rotation_size
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
@@ -60,9 +60,18 @@ def _products(keys: fx.Node) -> list[fx.Node]:
             products += user.users
             if not all(is_op(reader, "matmul") and argument(reader, "x") is not user for reader in user.users):
                 return []
+        elif is_op(user, "getitem") and _has_whole_rows(user) and (of_part := _products(user)):
+            products += of_part
         else:
             return []
     return products
+
+
+def _has_whole_rows(part: fx.Node) -> bool:
+    """Whether a slice of keys has all values of each row."""
+    index, rank = options_of(part)["index"], len(info(part).shape or ())
+    places = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(place, slice) for place in places) and places[rank - 1 :] in ((), (slice(None),))
 
 
 def _swaps_last_axes(node: fx.Node, x: fx.Node) -> bool:
@@ -78,6 +87,7 @@ def _rotate(rewriter: Rewriter, keys: fx.Node, products: list[fx.Node]) -> None:
         rewriter.describe(node, path=info(keys).path, source=info(keys).source, plan=plan)
         return node
 
+    split_slices(rewriter, keys)
     past, new = keys.args
     assert isinstance(past, fx.Node) and isinstance(new, fx.Node)
     rotations = tuple(rotated(x, f"{x.name}_rotated", before=keys) for x in (past, new))

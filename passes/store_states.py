@@ -26,6 +26,8 @@ class StoreStates(Pass):
     Before: keys = append(past, new)
     After: integers = append(state_integers(past), quantize(new)), and so the scales and zero points; the model returns
     quantized_rows(integers, scale, zero_point), and its other ops read dequantize(integers, scale, zero_point)
+    A slice of the state that is returned and also read by other ops becomes one slice of the integers, and one of the
+    floats.
     Integers of 6 bits or fewer are packed into bytes, and unpacked before they are dequantized.
     Keeps: the output, up to rounding to the grid of each row, or of each block of a row if the spec has a block size.
     New entries are quantized once, when they are appended.
@@ -87,11 +89,21 @@ def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     options: dict[str, Any] = {"scale": scale, "zero_point": zero, "qmin": grid.qmin, "qmax": grid.qmax}
     dq = rewriter.call("dequantize", values, before=node, name=f"{name}_dq", typed=floats, **options, **blocks)
     rewriter.describe(dq, path=about.path, source=about.source)
+    split_slices(rewriter, node)
     rewriter.reroute(node, state, only=is_returned)
     rewriter.reroute(node, dq)
     rewriter.erase(node)
     rewriter.rename(state, name)
     rewriter.erase_unused()
+
+
+def split_slices(rewriter: Rewriter, node: fx.Node) -> None:
+    """Divide each slice of a state that is returned and read by other ops into one for each purpose."""
+    for part in [user for user in node.users if is_op(user, "getitem")]:
+        if any(user.op == "output" for user in part.users) and not is_returned(part):
+            options = options_of(part)
+            read = rewriter.call("getitem", node, like=part, after=part, name=f"{part.name}_dq", **options)
+            rewriter.reroute(part, read, only=lambda user: user.op != "output")
 
 
 def is_returned(user: fx.Node) -> bool:

@@ -57,4 +57,24 @@ def bit_sum(tensor: Tensor) -> int:
     return int(values.reshape(-1).view(_BITS[values.element_size()]).sum(dtype=torch.int64))
 
 
+def word_sum(tensor: Tensor) -> int:
+    """Return the sum of the memory of all values in words of 8 bytes: different if a single value changes.
+
+    It takes a small part of the time of `bit_sum`.
+
+    Args:
+        tensor: any shape and dtype, on any device.
+
+    Example:
+        >>> word_sum(torch.ones(2)) == word_sum(torch.ones(2)), word_sum(torch.ones(3)) == word_sum(torch.zeros(3))
+        (True, False)
+    """
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    memory = values.reshape(-1).contiguous()
+    memory = memory.clone() if memory.storage_offset() else memory  # words begin at the start of memory
+    data = memory.view(torch.uint8)
+    words = len(data) // 8 * 8
+    return int(data[:words].view(torch.int64).sum()) + int(data[words:].sum())
+
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -25,6 +25,7 @@ from fxq.integrations.transformers_models import (
     without_tensors,
 )
 from fxq.integrations.transformers_tracing import graph_form
+from fxq.ledger.float_states import warn_without_states
 from fxq.quant.spec import WEIGHT, QuantConfig, is_low_bit
 from fxq.recipe.recipe import Recipe
 from fxq.recipe.selector import Selector, as_selector, by_op
@@ -100,6 +101,7 @@ def quantize_generator(
     batches = (shell.arguments(batch.args, batch.kwargs)[0] for batch in for_decoder)
     shell.programs = programs_of(model, calls, None if data is None else batches)
     (ranks or Ranks()).together(lambda: check_program_overrides(model, recipe, selecting))
+    warn_without_states(recipe, (entry for program in shell.programs.programs.values() for entry in program.ledger))
     return shell.eval()
 
 

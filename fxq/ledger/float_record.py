@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -61,7 +61,7 @@ class RecordedInput:
 
 @dataclass(frozen=True)
 class FloatRecord:
-    """Facts about the float model that a quantized model was made from.
+    """Facts about the float model that a quantized model was made from, and about its own tensors at first.
 
     Attributes:
         values: distribution of each op's value, by its name in the ledger; float tensors only. The last op of a node of
@@ -71,6 +71,8 @@ class FloatRecord:
         name: name of the float model's class.
         weights: checksum of each of its parameters, by name, see `checksums`.
         scaled: names in the ledger of ops whose values the quantized model has divided by factors that depend on data.
+        stored: checksum of each tensor of the quantized model's kernels and of its constants, when it was made, by
+            name.
     """
 
     values: Mapping[str, Distribution]
@@ -79,6 +81,7 @@ class FloatRecord:
     name: str
     weights: Mapping[str, int]
     scaled: tuple[str, ...] = ()
+    stored: Mapping[str, int] = field(default_factory=dict)
 
 
 def record_of(

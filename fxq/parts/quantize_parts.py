@@ -18,6 +18,7 @@ from fxq.common.data import Batch
 from fxq.common.isolation import untouched
 from fxq.common.metrics import Agreement, tensors
 from fxq.errors import RecipeError, TraceError, warn
+from fxq.ledger.float_states import warn_without_states
 from fxq.ledger.output_check import rank
 from fxq.model import QuantizedModel
 from fxq.parts.absent import AbsentTensor
@@ -197,6 +198,7 @@ class PartsRun:
         by_name = {name: graph for own in graphs.values() for name, graph in own.items()}
         checked = self.checked or [self.example]
         output_sqnr = outputs_sqnr(self.model, with_parts(self.model, programs, self.weights), checked)
+        warn_without_states(chosen, (entry for graph in by_name.values() for entry in graph.ledger))
         ledger = ledger_of_parts(by_name, self._times(graphs), self._in_python(), output_sqnr)
         backend = next(iter(by_name.values())).backend
         attach(model, ledger, chosen, backend)

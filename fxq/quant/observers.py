@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxq.common.source import import_name
-from fxq.errors import RecipeError, unknown
+from fxq.errors import CalibrationError, RecipeError, unknown
 from fxq.quant import histogram
 from fxq.quant.entropy import entropy_range
 from fxq.quant.least_error import MAX_QUICK_VALUES, QUICK_ZOOMS, ZOOMS, least_range, rows_of
@@ -143,7 +143,18 @@ class Histogram(Observer):
             self.counts = histogram.coarsen(self.counts, exponent - int(self.exponent))
             self.exponent = torch.full_like(self.exponent, exponent)
 
+    def _check_counted(self, low: Tensor, high: Tensor) -> None:
+        """Raise `CalibrationError` for a range of the user's that is wider than the values whose histogram clips it."""
+        smallest, largest = min(float(self.minimum), 0.0), max(float(self.maximum), 0.0)
+        if low < smallest or high > largest:
+            raise CalibrationError(
+                f"{self._tensor}: range() of the observer {type(self).__qualname__!r} returned {float(low):g} to "
+                f"{float(high):g}, wider than the values that it has counted, {smallest:g} to {largest:g}. clipped() "
+                "chooses a range within these: override clipped(), and return the wider range there."
+            )
+
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_counted(low, high)
         ends = histogram.clip_range(self.counts.cpu(), int(self.exponent), float(low), float(high), self.spec)
         return torch.tensor(ends[0]), torch.tensor(ends[1])
 
@@ -179,6 +190,7 @@ class Entropy(Histogram):
     """
 
     def clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_counted(low, high)
         ends = entropy_range(self.counts.cpu(), int(self.exponent), float(low), float(high), self.spec)
         return torch.tensor(ends[0]), torch.tensor(ends[1])
 

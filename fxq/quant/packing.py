@@ -120,10 +120,10 @@ class Packing:
         Returns:
             uint8 (N, row_bytes).
         """
-        codes = (values.reshape(len(values), self.count) + self.shift).view(torch.uint8)
+        codes = (values.reshape(values.shape[0], self.count) + self.shift).view(torch.uint8)
         packed, first = [codes[:, :0]], 0
         for units, size in self._units:
-            unit = codes[:, first : first + units * size].reshape(len(values), units, size)
+            unit = codes[:, first : first + units * size].reshape(values.shape[0], units, size)
             of_unit = torch.cat([_pack_plane(unit, plane) for plane in planes_of(self.bits)], -1)
             packed.append(of_unit.flatten(1))
             first += units * size
@@ -141,14 +141,14 @@ class Packing:
         """Inverse of `pack`: int8 if `signed`, else uint8, (N, *row)."""
         if self.bits == 4:
             values = torch.cat(halves(packed, self.signed), 1)[:, : self.count]
-            return values.reshape(len(packed), *self.row)
+            return values.reshape(packed.shape[0], *self.row)
         unpacked, first = [packed[:, :0]], 0
         for units, size in self._units:
             of_unit = sum(plane.size(size) for plane in planes_of(self.bits))
-            unit = packed[:, first : first + units * of_unit].reshape(len(packed), units, of_unit)
+            unit = packed[:, first : first + units * of_unit].reshape(packed.shape[0], units, of_unit)
             unpacked.append(_unpack_unit(unit, planes_of(self.bits), size).flatten(1))
             first += units * of_unit
-        codes = torch.cat(unpacked, 1).reshape(len(packed), *self.row)
+        codes = torch.cat(unpacked, 1).reshape(packed.shape[0], *self.row)
         return codes.view(torch.int8) - self.shift if self.signed else codes
 
 

@@ -30,10 +30,21 @@ _MOVES = frozenset(
     [
         *(Tensor.__getitem__, Tensor.index_select, torch.index_select, Tensor.narrow, torch.narrow, Tensor.select),
         *(Tensor.repeat_interleave, torch.repeat_interleave, torch.cat, Tensor.split, torch.split, Tensor.chunk),
-        *(torch.chunk, Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
+        *(torch.chunk, Tensor.unbind, torch.unbind, Tensor.repeat, Tensor.tile, torch.tile, Tensor.expand),
+        *(Tensor.flip, torch.flip, Tensor.roll, torch.roll),
+        *(Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda),
     ]
 )
 """Functions that run on integers, scales and zero points separately, if the call moves whole rows."""
+_COPIES = frozenset([Tensor.clone, torch.clone, Tensor.detach, Tensor.contiguous, Tensor.to, Tensor.cpu, Tensor.cuda])
+"""Functions of these whose result has the shape of the tensor."""
+_PLACE_OF_DIMS = {Tensor.flip: 1, torch.flip: 1, Tensor.roll: 2, torch.roll: 2}
+"""Functions whose results have the shape of the tensor, although they may move values along rows, and the position of
+their first argument that is an axis."""
+_MEMORY = frozenset(
+    [Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.storage_offset, Tensor.share_memory_, Tensor.set_]
+)
+"""Functions that read or change the memory of a tensor."""
 
 
 class QuantizedRows(Tensor):
@@ -177,6 +188,13 @@ class QuantizedRows(Tensor):
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _MEMORY:
+            raise InputError(
+                f"a tensor that is stored as integers has no memory of floats, which {func.__name__} is for: use one "
+                "of x.parts (integers, scales, zero points), or x.dequantize()."
+            )
+        if func is Tensor.__iter__:
+            return iter(Tensor.unbind(*args))
         if any(isinstance(value, QuantizedRows) for value in _written(func, args, kwargs)):
             name = getattr(func, "__name__", str(func))
             raise InputError(f"{name} would change a tensor that is stored as integers: change x.dequantize() instead.")
@@ -224,14 +242,17 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         return None
     sizes, dtypes = tensors[0].parts[0].shape[-1], [part.dtype for part in tensors[0].parts]
     packing, blocks, is_rotated = _form(tensors[0])
+    if func is Tensor.expand:
+        args, kwargs = _without_row_size(tensors[0], args, kwargs)
     try:
-        if packing is not None:  # the result could be of whole bytes, although it is of some values of each row
-            moved = func(*_part(args, _WHOLE_SHAPE), **_part(kwargs, _WHOLE_SHAPE))
-            if any(x.shape[-1:] != (packing.count,) for x in _as_tuple(moved)):
-                return None
+        # the result could be of whole bytes, although it is of some values of each row
+        if _goes_along_rows(func, args, kwargs) or (packing is not None and not _keeps_size(func, args, kwargs)):
+            return None
         results = [func(*_part(args, i), **_part(kwargs, i)) for i in range(3)]
     except (IndexError, RuntimeError):  # it goes along rows, of which scales have one value
         return None
+    if func is Tensor.expand:  # entries that share memory could not be appended to
+        results = [result.contiguous() for result in results]
     for integers, scale, zero_point in zip(*map(_as_tuple, results), strict=False):
         is_whole = integers.shape[-1:] == (sizes,) and scale.shape[-1:] == (blocks,)
         is_alike = integers.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
@@ -242,8 +263,42 @@ def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return joined if isinstance(results[0], (tuple, list)) else joined[0]
 
 
-_WHOLE_SHAPE = -1
-"""In place of the number of a part: a tensor of the shape of the unpacked integers, for its shape alone."""
+def _goes_along_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function that keeps the shape may change the order of the values of a row."""
+    if func not in _PLACE_OF_DIMS:
+        return False
+    last = _first(args, kwargs).dim() - 1
+    dims = list(leaves((args[_PLACE_OF_DIMS[func] :], kwargs.get("dims", ()))))
+    return not dims or any(dim % (last + 1) == last for dim in dims)
+
+
+def _keeps_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the rows of each result have as many values as those of the tensors.
+
+    The function runs on tensors without memory, unless the shape of its result depends on values of an argument.
+    """
+    if func in _COPIES:
+        return True
+    others = [leaf for leaf in leaves((args, kwargs)) if type(leaf) is Tensor]
+    counts = "repeat_interleave" in func.__name__ or any(leaf.dtype in (torch.bool, torch.uint8) for leaf in others)
+    of_values = counts and bool(others)
+
+    def shaped(leaf: Any) -> Any:
+        if isinstance(leaf, QuantizedRows):
+            return leaf.zero_point[..., :1].expand(leaf.shape) if of_values else torch.empty(leaf.shape, device="meta")
+        return torch.empty_like(leaf, device="meta") if type(leaf) is Tensor and not of_values else leaf
+
+    results = func(*mapped(args, shaped), **mapped(kwargs, shaped))
+    count = next(leaf.shape[-1] for leaf in leaves((args, kwargs)) if isinstance(leaf, QuantizedRows))
+    return all(result.shape[-1:] == (count,) for result in _as_tuple(results))
+
+
+def _without_row_size(
+    rows: QuantizedRows, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of `expand` with -1 instead of the number of values of a row, which differs from that of its parts."""
+    *others, last = leaves((args[1:], kwargs.get("size", ())))
+    return (rows, (*others, -1 if last == rows.shape[-1] else last)), {}
 
 
 def _form(rows: Any) -> tuple[Packing | None, int, bool]:
@@ -256,9 +311,5 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def _part(values: Any, i: int) -> Any:
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedRows):
-            return leaf
-        return leaf.parts[i] if i != _WHOLE_SHAPE else leaf.zero_point[..., :1].expand(leaf.shape)
-
-    return mapped(values, part)
+    """Arguments with part `i` of each tensor that is stored as integers."""
+    return mapped(values, lambda leaf: leaf.parts[i] if isinstance(leaf, QuantizedRows) else leaf)

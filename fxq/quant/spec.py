@@ -105,6 +105,12 @@ class TensorSpec:
         """Number of values that share a scale, for a spec per block; else None."""
         return self.per if isinstance(self.per, int) else None
 
+    @property
+    def is_for_growing_states(self) -> bool:
+        """Whether it is a spec that states that grow are stored with: `CACHE`, with any bits, per row or per block."""
+        per = CACHE.per if self.block is None else self.block
+        return self == replace(CACHE, bits=self.bits, observer=self.observer, per=per)
+
     def __str__(self) -> str:
         if self.format != "integer":
             return self.format

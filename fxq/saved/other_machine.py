@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import Parameter
 
 from fxq.backends import cpu
 from fxq.backends.kernel import Kernel
 from fxq.backends.qdq_form import FallbackKernel
+from fxq.common.checksums import word_sum
 from fxq.common.isolation import without_autocast
 from fxq.common.metrics import identical, tensors
+from fxq.common.names import in_short
 from fxq.errors import BackendError, warn, words_of
 from fxq.graph.grid import grid_of
 from fxq.graph.info import info
@@ -25,6 +28,7 @@ from fxq.graph.region_difference import DefaultTolerances, Tolerances, differenc
 from fxq.graph.region_run import run_region, weights_in
 from fxq.quant.qparams import QParams
 from fxq.recipe.recipe import Recipe
+from fxq.rewriting.editor import DATA, KERNELS
 
 log = logging.getLogger("fxq")
 
@@ -78,8 +82,32 @@ def fit(model: fx.GraphModule, made_on: Mapping[str, str]) -> None:
         )
 
 
-def verify(model: fx.GraphModule) -> None:
-    """Verify every kernel of a model on random integers. Raises `BackendError`, which names the wrong kernels."""
+def stored_checksums(model: fx.GraphModule) -> dict[str, int]:
+    """Checksum of each tensor of a model's kernels and of its constants, which no call changes, by name."""
+    tensors_by_name = {name: t for name, t in model.state_dict(keep_vars=True).items() if _is_stored(name, t)}
+    return {name: word_sum(tensor) for name, tensor in tensors_by_name.items()}
+
+
+def _is_stored(name: str, tensor: Any) -> bool:
+    return name.startswith((f"{KERNELS}.", f"{DATA}.")) and type(tensor) in (Tensor, Parameter) and not tensor.is_meta
+
+
+def verify(model: fx.GraphModule, stored: Mapping[str, int]) -> None:
+    """Verify the tensors of a model by their checksums, and every kernel on random integers.
+
+    Args:
+        model: the model.
+        stored: `stored_checksums` of the model when it was made.
+
+    Raises:
+        BackendError: tensors have changed, or kernels are wrong; the message names them.
+    """
+    changed = [name for name, number in stored_checksums(model).items() if stored.get(name, number) != number]
+    if changed:
+        raise BackendError(
+            f"{in_short(changed)}: not the values that fxq.quantize stored. They were written to, or their memory or "
+            "file is damaged. Quantize the float model again, or load its file again."
+        )
     limits = _tolerances(model)
     reasons = [(node, kernel, misfit(kernel, node, limits)) for node, kernel in kernels_of(model)]
     wrong = [f"{info(node).path or node.name} ({kernel.described.name}): {why}" for node, kernel, why in reasons if why]

@@ -29,14 +29,18 @@ from fxq.graph.analysis.varying_axes import (
     varying_axes,
 )
 from fxq.graph.guards import check_fixed, make_output
-from fxq.graph.query import is_check
+from fxq.graph.query import is_check, is_op
 from fxq.graph.run import inputs_for
+from fxq.ops.states import unpack_rows
 from fxq.quant.qparams import AsPlainOps
+from fxq.quant.quantized_rows import QuantizedRows
 from fxq.saved.export_check import checked_batches, resized, run_graph, warn_of_fixed_sizes
 
 
 def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check: bool) -> None:
     """Write a qdq graph as a `.pt2` file: conversions as round, clamp and products, weights as integers.
+
+    States that are stored as integers between calls are inputs and outputs in float: the program quantizes them again.
 
     Args:
         path: the file.
@@ -51,6 +55,7 @@ def write_program(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic
         InputError: `dynamic` names an input or axis that does not exist.
         RenderError: the file cannot be written.
     """
+    batch = Batch(mapped(batch.args, _in_float), mapped(dict(batch.kwargs), _in_float))
     try:
         program, axes = program_of(path, gm, batch, dynamic), dynamic
     except ExportError as error:
@@ -128,7 +133,7 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
 
 
 def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
-    """Remove checks that an exported program does itself, and return objects as plain dicts.
+    """Remove checks that an exported program does itself, and return objects as plain dicts, states as floats.
 
     With varying sizes, the checks of sizes stay, so that `torch.export` excludes sizes that they reject. Checks of
     argument types are removed always: the program has its own.
@@ -138,12 +143,28 @@ def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
             gm.graph.erase_node(node)
         elif node.target is make_output:
             node.target = _fields
+        elif is_op(node, "quantized_rows"):
+            node.target = _state_as_floats
     gm.recompile()
 
 
 def _fields(kind: str, fields: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any] | list[Any]:
     """Plain stand-in for `make_output`: a dict of the fields, or a list of the items."""
     return dict(fields) if isinstance(fields, Mapping) else list(fields)
+
+
+def _state_as_floats(
+    integers: Tensor, scale: Tensor, zero_point: Tensor, *, size: int | None = None, bits: int = 8
+) -> Tensor:
+    """Float values of a state, which a program takes and returns instead of integers: these lie on its grid."""
+    values = integers if size is None else unpack_rows(integers, size=size, bits=bits)
+    rows, block = values.shape[-1], values.shape[-1] // scale.shape[-1]
+    by_block = values.to(scale.dtype).unflatten(-1, (rows // block, block))
+    return ((by_block - zero_point.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _in_float(leaf: Any) -> Any:
+    return leaf.dequantize() if isinstance(leaf, QuantizedRows) else leaf
 
 
 def _refused(path: Path, error: Exception, varying: str = "") -> ExportError:

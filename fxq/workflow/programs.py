@@ -21,6 +21,7 @@ from fxq.common.progress import progress_bar
 from fxq.common.ranks import Ranks
 from fxq.errors import InputError, warn
 from fxq.ledger.float_record import checksums
+from fxq.ledger.float_states import warn_without_states
 from fxq.pipeline.samples import has_enough
 from fxq.programs.call_form import CallForm, form_of
 from fxq.programs.fitting import first_fitting
@@ -145,6 +146,8 @@ def quantize_programs(
             f"{idle[0].name}({idle[0].form}): give batches of every form, fxq.quantize(model, recipe, data=loader)."
         )
     programs = ranks.together(lambda: tuple(_converted(program, ranks) for program in prepared))
+    if selecting is None:
+        warn_without_states(recipe, (entry for program in programs for entry in program.qmodel.ledger))
     new_program = ProgramTracer(model, recipe, around, _all_checksums(model)) if recipe.new_kinds == "trace" else None
     return QuantizedPrograms(programs, signature, new_program)
 

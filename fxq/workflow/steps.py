@@ -30,6 +30,7 @@ from fxq.graph.text.text_writer import same_graph
 from fxq.ledger.build import ledger_of
 from fxq.ledger.comparison import Baseline
 from fxq.ledger.float_record import checksums
+from fxq.ledger.float_states import warn_of_float_states, warn_without_states
 from fxq.ledger.ledger import ReducedRange
 from fxq.ledger.output_check import check_output, output_sqnrs
 from fxq.ledger.reduce_range import run_with_reduced_range
@@ -334,6 +335,9 @@ def finished(manager: PassManager, left: Sequence[Pass], reduced: ReducedRange |
             warn(f"nothing runs on integers; {reason}.{remedy} print(qmodel.ledger) shows all ops.")
         elif not ledger.weight_coverage and any(entry.macs and entry.kind == "unsupported" for entry in ledger):
             warn(f"only embeddings have integer weights; {ledger.main_reason()}. print(qmodel.ledger) shows all ops.")
+    warn_of_float_states(ledger)
+    if context.selecting is None:
+        warn_without_states(context.recipe, ledger)
     if not context.recipe.trains:  # trained weights are only good after rounding: the float form is no reference
         check_output(ledger, context)
     return QuantizedModel.from_manager(manager, ledger, float_record)

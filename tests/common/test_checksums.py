@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxq.common.checksums import bit_sum, checksum, stride
+from fxq.common.checksums import bit_sum, checksum, stride, word_sum
 
 pytestmark = pytest.mark.any_cpu
 
@@ -51,3 +51,16 @@ def test_a_bit_sum_sees_each_value(dtype):
 def test_a_single_value_may_have_a_stride():
     """Contiguous for PyTorch, which refuses to view its bytes."""
     assert checksum(torch.ones(1, 4)[:, 0]) == checksum(torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool, torch.float16, torch.float32, torch.complex64])
+def test_the_sum_of_words_notices_each_value(dtype):
+    x = torch.randint(0, 2, (3, 7)).to(dtype)
+    before = word_sum(x)
+    assert before == word_sum(x.clone()) == word_sum(torch.cat([x[:1], x])[1:])
+    for i in range(3):
+        for j in range(7):
+            changed = x.clone()
+            changed[i, j] = x[i, j] == 0
+            assert word_sum(changed) != before
+    assert word_sum(x.t()) == word_sum(x.t().contiguous()) and word_sum(x[:0]) == 0

@@ -93,6 +93,56 @@ def test_text_before_and_after():
     """)
 
 
+def test_text_of_a_slice_that_is_returned_and_read():
+    gm = run_pass(
+        StoreStates(),
+        f"""
+        past: float32[1, 2, 5, 16] = input()
+        new: float32[1, 2, 3, 16] = input()
+        cat: float32[1, 2, 8, 16] = append(past, new, dim=2)  # {PLAN}
+        window: float32[1, 2, 3, 16] = getitem(cat, {WINDOW})
+        y: float32[1, 2, 3, 16] = relu(window)
+        return (y, window)
+        """,
+    )
+    _, _, after = program(gm).partition("append(past_q, new_q, dim=2)")
+    assert after.strip() == expected(f"""
+        cat: float32[1, 2, 8, 16] = quantized_rows(cat_q, cat_scale, cat_zero_point)
+        cat_dq: float32[1, 2, 8, 16] = dequantize(cat_q, scale=cat_scale, zero_point=cat_zero_point)
+        window: float32[1, 2, 3, 16] = getitem(cat, {WINDOW})
+        window_dq: float32[1, 2, 3, 16] = getitem(cat_dq, {WINDOW})
+        y: float32[1, 2, 3, 16] = relu(window_dq)
+        return (y, window)
+    """)
+
+
+class WindowAttention(nn.Module):
+    """Attention to the last `window` keys, which are also the values and the state."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.window = window
+
+    def forward(self, x, keys):
+        keys = torch.cat([keys, self.k(x)], 1)[:, -self.window :]
+        return torch.softmax(self.q(x) @ keys.transpose(-1, -2), -1) @ keys, keys
+
+
+@pytest.mark.parametrize("backend", ["reference", "jit"])
+def test_a_window_that_is_also_read_is_stored_as_integers(backend):
+    if unavailable(backend):
+        pytest.skip(f"{backend} does not run here")
+    model, past = WindowAttention(8).eval(), torch.randn(2, 8, 16)
+    recipe = fxq.Recipe.weight_only(backend=backend, state=CACHE)
+    q = fxq.quantize(model, recipe, example_inputs=(torch.randn(2, 1, 16), past))
+    tokens = torch.randn(2, 20, 16)
+    (got, (state,)), (want, (floats,)) = run(q, tokens, [past]), run(model, tokens, [past])
+    assert isinstance(state, QuantizedRows) and state.shape == (2, 8, 16)
+    assert sqnr([want], [got]) > 35 and sqnr([floats], [state.dequantize()]) > 35  # weights and state have 8 bits
+    assert [(e.precision, e.decided_by) for e in q.ledger if e.op == "append"] == [("moves", "store-states")]
+
+
 def test_text_of_packed_integers_in_blocks():
     spec = fxq.TensorSpec(bits=4, per=8, range="dynamic")
     gm = run_pass(

@@ -14,7 +14,7 @@ import fxq
 from fxq.errors import CalibrationError, InputError, RecipeError
 from fxq.quant import histogram
 from fxq.quant.observer_base import Observer
-from fxq.quant.observers import OBSERVERS, Histogram, MinMax, MovingAverage, Percentile, observer_for
+from fxq.quant.observers import OBSERVERS, Entropy, Histogram, MinMax, MovingAverage, Percentile, observer_for
 from fxq.quant.qparams import QParams, choose_qparams, dequantize, quantize
 from fxq.quant.spec import TensorSpec
 from tests.support.layouts import LAYOUTS
@@ -661,3 +661,23 @@ def test_a_clipped_range_has_the_shape_of_the_range():
     observer(torch.randn(8))
     with pytest.raises(CalibrationError, match=r"returned tensors of the shapes \[3\] and \[3\], and not \[\]"):
         observer.qparams()
+
+
+@pytest.mark.parametrize("base", [Histogram, Entropy])
+@pytest.mark.parametrize("factor", [1.2, 3.0, 1e6])
+def test_a_range_wider_than_the_histogram_names_the_observer(base, factor):
+    class Wide(base):
+        def range(self):
+            return tuple(factor * end for end in super().range())
+
+    class WideAfterAll(Wide):
+        def clipped(self, low, high):
+            return low, high
+
+    x = torch.randn(1000)
+    wide, after_all = Wide(TensorSpec()), WideAfterAll(TensorSpec())
+    wide(x), after_all(x)
+    with pytest.raises(CalibrationError, match=r"range\(\) of the observer .*Wide'.*wider than.*override clipped"):
+        wide.qparams()
+    want = factor * float(x.max() - x.min()) / 255
+    assert after_all.qparams().s == pytest.approx(want, rel=1e-5)

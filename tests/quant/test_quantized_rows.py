@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxq.errors import InputError
 from fxq.quant.packing import Packing
@@ -44,6 +45,17 @@ MOVES = {
     "select": lambda x: x[0],
     "join by name": lambda x: torch.cat(tensors=[x, x], dim=0),
     "reorder by name": lambda x: torch.index_select(input=x, dim=0, index=ORDER),
+    "flip": lambda x: x.flip(0, 2),
+    "flip by name": lambda x: torch.flip(x, dims=(1, -2)),
+    "roll": lambda x: x.roll((1, 2), (0, -2)),
+    "tile": lambda x: x.repeat(2, 1, 3, 1),
+    "repeat to more axes": lambda x: torch.tile(x, (2, 1, 1, 1, 1)),
+    "expand": lambda x: x[:1].expand(4, -1, -1, -1),
+    "expand by sizes": lambda x: x[:1].expand((4, 3, 7, 8)),
+    "unbind": lambda x: x.unbind(1)[2],
+    "iterate": lambda x: list(x)[1],
+    "mask of samples": lambda x: x[torch.tensor([False, True])],
+    "repeat each": lambda x: x.repeat_interleave(torch.tensor([2, 1]), 0),
     "clone by name": lambda x: torch.clone(input=x),
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
@@ -70,6 +82,11 @@ COMPUTES = {
     "float64": lambda x: x.to(torch.float64),
     "comparison": lambda x: x > 0,
     "whole number": lambda x: torch.tensor(int(x[0, 0, 0, 0])),
+    "flipped rows": lambda x: x.flip(-1),
+    "rolled rows": lambda x: x.roll(1, -1),
+    "rolled values": lambda x: x.roll(3),
+    "repeated rows": lambda x: x.repeat(1, 1, 1, 2),
+    "unbound rows": lambda x: x.unbind(-1)[2],
     "joined rows by name": lambda x: torch.cat(tensors=[x, x], dim=-1),
     "numpy": lambda x: torch.from_numpy(x.numpy()),
     "new": lambda x: torch.zeros_like(x),
@@ -177,3 +194,26 @@ def test_torch_save():
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert type(loaded) is QuantizedRows and torch.equal(loaded.dequantize(), x.dequantize())
+
+
+@pytest.mark.parametrize("read", [lambda x: x.data_ptr(), lambda x: x.untyped_storage(), lambda x: x.share_memory_()])
+def test_memory_of_floats_is_refused(read):
+    """An address of floats that are computed for the call would be invalid after it."""
+    with pytest.raises(InputError, match=r"no memory of floats.*x\.parts"):
+        read(rows())
+
+
+@pytest.mark.parametrize("function", [MOVES["reorder"], MOVES["clone"], MOVES["crop"], MOVES["flip"]])
+def test_packed_rows_move_without_unpacking(function):
+    """No tensor of the size of the unpacked integers is made, on the CPU."""
+    x, sizes = rows_of(4, 1, (2, 3, 7, 64)), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            sizes.extend([result.numel()] if isinstance(result, torch.Tensor) and result.device.type == "cpu" else [])
+            return result
+
+    with Sizes():
+        result = function(x)
+    assert isinstance(result, QuantizedRows) and max(sizes) <= result.numel() / 2

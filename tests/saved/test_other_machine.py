@@ -246,3 +246,21 @@ def test_a_table_is_asked_for_rows_that_it_has():
         qmodel = fxq.quantize(tables, recipe, example_inputs=x)
         there = pickle.loads(pickled_elsewhere(qmodel))
         torch.testing.assert_close(there(x), qmodel(x))
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_weight_that_was_written_to_is_found(backend, tmp_path):
+    model = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 7)).eval()
+    recipe = fxq.Recipe.weight_only(bits=4, backend=backend, optimize="coverage")
+    qmodel = fxq.quantize(model, recipe, example_inputs=torch.randn(2, 40))
+    qmodel.save(tmp_path / "m.fxq")
+    copies = qmodel, copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))
+    for copied in (*copies, fxq.load(tmp_path / "m.fxq")):
+        copied(torch.randn(3, 40))
+        copied.verify()
+        name, stored = next((name, t) for name, t in copied.named_buffers() if t.dtype in (torch.uint8, torch.int8))
+        stored[1, 2] ^= 4
+        with pytest.raises(BackendError, match=rf"{name}.*not the values that fxq.quantize stored"):
+            copied.verify()
+        stored[1, 2] ^= 4
+        copied.verify()

@@ -14,6 +14,8 @@ from torch import nn
 import fxq
 from fxq.common.metrics import tensors
 from fxq.errors import ExportError, InputError, RenderError
+from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.spec import CACHE
 from fxq.saved import program_export
 from tests.support.helpers import REFERENCE, module
 
@@ -182,6 +184,28 @@ def test_an_object_becomes_a_mapping(tmp_path):
     x = torch.rand(5, 4)
     got, wanted = torch.export.load(qmodel.export(tmp_path / "m.pt2")).module()(x), qmodel(x)
     assert set(got) == {"scores", "best"} and torch.equal(got["scores"], wanted.scores)
+
+
+@pytest.mark.parametrize("spec", [CACHE, fxq.TensorSpec(bits=4, per=8, range="dynamic")], ids=["8 bits", "4 bits"])
+def test_a_state_in_integers_becomes_a_state_in_float(tmp_path, spec):
+    """The program takes and returns its values, which it quantizes again: to the same integers, up to rounding."""
+
+    def forward(self, x, past):
+        keys = torch.cat([past, self.layer(x)], 1)
+        return torch.softmax(x @ keys.transpose(1, 2), -1) @ keys, keys
+
+    model = module(forward, layer=nn.Linear(16, 16)).eval()
+    x, past = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    qmodel = fxq.quantize(model, fxq.Recipe.weight_only(backend="reference", state=spec), example_inputs=(x, past))
+    _, state = qmodel(x, past)
+    sizes = {"x": {0: "batch", 1: "new"}, "past": {0: "batch", 1: "old"}}
+    path = qmodel.export(tmp_path / "m.pt2", dynamic=sizes, example_inputs=(x, state))
+    program, (got, keys) = torch.export.load(path).module(), (None, past)
+    for part in torch.randn(2, 6, 16).split([2, 3, 1], 1):  # a call, and two with the state of the call before
+        (wanted, past), (got, keys) = qmodel(part, past), program(part, keys)
+        assert type(keys) is torch.Tensor and type(past) is QuantizedRows
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(keys, past.dequantize(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

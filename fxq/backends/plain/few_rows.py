@@ -42,7 +42,7 @@ class FewRowsProduct:
     def __init__(self, loops: ModuleType, stored: StoredWeight, bias: Tensor | None) -> None:
         outputs, stored_bytes = stored.values.shape
         (columns,), packing = stored.row, stored.packing
-        is_packed, row_bytes = packing is not None and packing.bits == 4, _bytes_as_read(stored)
+        is_packed, row_bytes = _is_read_packed(stored), _bytes_as_read(stored)
         assert stored.scale is not None  # otherwise it is refused
         block = min(columns, stored.block or columns)
         scales = -(-columns // block)
@@ -52,10 +52,11 @@ class FewRowsProduct:
         if stored.zero_point is not None:
             offset, zero = zeros_of(stored).expand(outputs, scales) * scale, 1.0
         chunks, halves = -(-row_bytes // _CHUNK), 2 if is_packed else 1
-        span = chunks if scales == 1 else math.gcd(block, row_bytes if is_packed else 0) // _CHUNK
+        block_as_read = row_bytes // scales if _has_padded_blocks(stored) else block
+        span = chunks if scales == 1 else math.gcd(block_as_read, row_bytes if is_packed else 0) // _CHUNK
         starts = torch.arange(0, chunks, span, device="cpu").view(-1, 1) * _CHUNK
         starts = starts + torch.arange(halves, device="cpu") * row_bytes
-        places = (4 * (starts // block).clamp_(max=scales - 1)).to(torch.int32)
+        places = (4 * (starts // block_as_read).clamp_(max=scales - 1)).to(torch.int32)
         bias = (
             torch.zeros(outputs, dtype=torch.float32, device="cpu")
             if bias is None
@@ -63,9 +64,11 @@ class FewRowsProduct:
         )
         if packing is None:
             kind = loops.SIGNED8 if stored.values.dtype == torch.int8 else loops.UNSIGNED8
+        elif is_packed:
+            kind = loops.SIGNED4 if packing.signed else loops.UNSIGNED4
         else:
-            of_nibbles = loops.SIGNED4 if packing.signed else loops.UNSIGNED4
-            kind = of_nibbles if is_packed else loops.UNPACKED + packing.bits
+            is_signed4 = packing.signed and packing.bits == 4
+            kind = loops.UNPACKED_SIGNED4 if is_signed4 else loops.UNPACKED + packing.bits
         self._constants = constants = (stored.values, scale, offset, bias, places)
         weight, scales_at, offset_at, bias_at, places_at = (tensor.data_ptr() for tensor in constants)
         self._before = weight, scales_at, offset_at, zero, bias_at, places_at
@@ -175,10 +178,33 @@ def zeros_of(stored: StoredWeight) -> Tensor:
     return (stored.zero_point.reshape(-1, 1) if stored.block is None else stored.zero_point) + _lowest(stored)
 
 
+def _is_read_packed(stored: StoredWeight) -> bool:
+    """Whether the loop reads values as they are packed, in 4 bits: each chunk of half a row has one scale.
+
+    All others of fewer than 8 bits are unpacked first.
+    """
+    packing, block = stored.packing, stored.block
+    if packing is None or packing.bits != 4:
+        return False
+    half = packing.row_bytes
+    if block is None or block >= packing.count:
+        return half >= _CHUNK
+    return block % _CHUNK == 0 and half % _CHUNK == 0
+
+
+def _has_padded_blocks(stored: StoredWeight) -> bool:
+    """Whether rows are unpacked with zeros after each block, so that it is of whole chunks."""
+    block, (columns,) = stored.block, stored.row
+    return stored.packing is not None and block is not None and block < columns and block % _CHUNK > 0
+
+
 def _bytes_as_read(stored: StoredWeight) -> int:
-    """Bytes of a row of a weight as chunks read it: packed values of other widths than 4 bits are unpacked first."""
-    packing = stored.packing
-    return stored.values.shape[1] if packing is None or packing.bits == 4 else packing.count
+    """Bytes of a row of a weight as chunks read it."""
+    (columns,), block = stored.row, stored.block
+    if _has_padded_blocks(stored):
+        assert block is not None
+        return -(-columns // block) * -(-block // _CHUNK) * _CHUNK
+    return stored.values.shape[1] if stored.packing is None or _is_read_packed(stored) else columns
 
 
 def refused(stored: StoredWeight) -> str | None:
@@ -189,13 +215,18 @@ def refused(stored: StoredWeight) -> str | None:
     if not has_memory(values, scale, zero_point) or not values.is_contiguous():
         return "its weight is not in contiguous CPU memory"
     if values.dim() != 2 or _bytes_as_read(stored) < _CHUNK:
-        return f"a row of its weight has fewer than {_CHUNK} bytes"
+        return f"a row of its weight has fewer than {_CHUNK} values"
     if stored.axis not in (None, 0) if stored.block is None else stored.axis != 1:
         return "its scales are not by row of the weight, or by group of a row"
     (columns,), block = stored.row, stored.block
-    if block is None or block >= columns:
-        return None
-    is_packed = stored.packing is not None and stored.packing.bits == 4
-    if block % _CHUNK or (is_packed and values.shape[1] % _CHUNK):
+    if stored.packing is None and block is not None and block < columns and block % _CHUNK:
+        return f"its block size of 8-bit values is not a multiple of {_CHUNK}"
+    return None
+
+
+def chunks_refused(stored: StoredWeight) -> str | None:
+    """Why loops that multiply many rows do not support a weight that `refused` allows; None if they do."""
+    is_of_4_bits = stored.packing is not None and stored.packing.bits == 4
+    if _has_padded_blocks(stored) or (is_of_4_bits and not _is_read_packed(stored)):
         return f"its block size, or half a row of 4-bit values, is not a multiple of {_CHUNK}"
     return None

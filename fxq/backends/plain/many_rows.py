@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxq.backends.plain.column_jobs import ColumnJobs
-from fxq.backends.plain.few_rows import FewRowsProduct, refused
+from fxq.backends.plain.few_rows import FewRowsProduct, chunks_refused, refused
 from fxq.backends.plain.stored_weight import StoredWeight
 
 _WORD = 4
@@ -70,7 +70,7 @@ def _arranged(weight: Tensor, columns: int) -> Tensor:
 
 def many_rows_refused(stored: StoredWeight) -> str | None:
     """Why the loop does not support a weight (O, K); None if it does."""
-    why = refused(stored)
+    why = refused(stored) or chunks_refused(stored)
     if why is not None:
         return why
     is_in_halves = stored.packing is not None and stored.packing.bits == 4

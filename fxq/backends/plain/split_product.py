@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -13,6 +14,8 @@ from fxq.backends.plain.stored_weight import StoredWeight
 
 _MAX_MAGNITUDE = 256
 """Magnitude up to which all whole numbers are bfloat16."""
+_MAX_INPUT = 2.0**100
+"""Magnitude of inputs from which sums of their products with the integers of a weight might overflow float32."""
 
 
 class SplitProduct:
@@ -24,13 +27,17 @@ class SplitProduct:
         loops: the module `fxq.backends.loops.code.split_float_loops`.
         stored: weight (O, K), for which `split_refused` returns None.
         few: product of a few rows with this weight.
+        of_large: product for inputs with a value of 2**100 or more, or one that is not finite.
     """
 
-    def __init__(self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct) -> None:
+    def __init__(
+        self, loops: ModuleType, stored: StoredWeight, few: FewRowsProduct, of_large: Callable[[Tensor], Tensor]
+    ) -> None:
         weight, scale, _, _, bias, _, kind, _, columns, outputs, row_bytes, block, scales, _ = few.fields(0)
         zeros = zeros_of(stored).expand(outputs, scales).to(torch.float32).contiguous()
         self._keeps, self._loops, self._columns, self._outputs = (few, zeros), loops, columns, outputs
         half = row_bytes if stored.packing is not None and stored.packing.bits == 4 else columns
+        self._of_large = of_large
         self._steps = loops.steps_of(columns, half)
         split, names = {"COLUMNS": columns, "HALF": half}, loops.SplitPartField
         self._split = ColumnJobs(
@@ -44,6 +51,9 @@ class SplitProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product, float32 (..., O), for x, float32 (..., K)."""
+        low, high = x.aminmax()
+        if not (low > -_MAX_INPUT and high < _MAX_INPUT):
+            return self._of_large(x)
         x, loops = x.contiguous(), self._loops
         y = torch.empty((*x.shape[:-1], self._outputs), dtype=torch.float32, device="cpu")
         rows = x.numel() // self._columns
@@ -59,7 +69,7 @@ class SplitProduct:
 
 
 def split_refused(stored: StoredWeight) -> str | None:
-    """Why the loop does not support a weight that `few_rows.refused` allows; None if it does."""
+    """Why the loop does not support a weight that `few_rows.chunks_refused` allows; None if it does."""
     zero, bits = zeros_of(stored), 8 if stored.packing is None else stored.packing.bits
     low = -128 if stored.packing is None and stored.values.dtype == torch.int8 else 0
     if not torch.equal(zero, zero.round()):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxq.backends.kernel import Kernel, decode, refuse
 from fxq.backends.loops.code.compiler import loops_for
-from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, refused
+from fxq.backends.plain.few_rows import MAX_ROWS, FewRowsProduct, chunks_refused, refused
 from fxq.backends.plain.panel_product import PanelProduct
 from fxq.backends.plain.split_product import SplitProduct, split_refused
 from fxq.backends.plain.stored_weight import StoredWeight, float_input
@@ -236,11 +236,14 @@ class WeightOnlyLinear(WeightOnlyKernel):
 
 def _product_of_many_rows(stored: StoredWeight, few: FewRowsProduct) -> PanelProduct | SplitProduct | None:
     """Fastest compiled product of many rows of floats with a weight; None if none is faster than PyTorch's."""
-    loops = loops_for("split_float_loops", 0)
-    if loops is not None and loops.IS_FASTER and split_refused(stored) is None:
-        return SplitProduct(loops, stored, few)
+    if chunks_refused(stored) is not None:
+        return None
     loops = loops_for("panel_loops", 0)
-    return PanelProduct(loops, few) if loops is not None and loops.IS_FASTER else None
+    of_panels = PanelProduct(loops, few) if loops is not None and loops.IS_FASTER else None
+    loops = loops_for("split_float_loops", 0)
+    if of_panels is not None and loops is not None and loops.IS_FASTER and split_refused(stored) is None:
+        return SplitProduct(loops, stored, few, of_panels)
+    return of_panels
 
 
 class WeightOnlyExperts(WeightOnlyKernel):

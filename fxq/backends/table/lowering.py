@@ -15,7 +15,7 @@ from fxq.backends.loops.code import compiler
 from fxq.backends.plain.bfloat16_linear import BFloat16Linear, bfloat16_refused
 from fxq.backends.plain.converters import Dequantize, Quantize, Requantize
 from fxq.backends.plain.dynamic_quantize import DynamicQuantize
-from fxq.backends.plain.few_rows import MAX_ROWS
+from fxq.backends.plain.few_rows import MAX_ROWS, chunks_refused
 from fxq.backends.plain.few_rows import refused as few_rows_refused
 from fxq.backends.plain.stored_weight import StoredWeight
 from fxq.backends.plain.weight_only import WeightOnlyEmbedding, WeightOnlyKernel, WeightOnlyLinear
@@ -45,6 +45,9 @@ from fxq.graph.unit import Calls
 from fxq.ops.table import Op
 from fxq.quant.qparams import QParams
 from fxq.quant.spec import QuantConfig, TensorSpec
+
+_MIN_NOTED_VALUES = 1 << 16
+"""Values of a weight from which converting it in each call takes time that the ledger notes."""
 
 
 class RowBackend(Backend):
@@ -281,7 +284,7 @@ def _with_compute(
 ) -> tuple[type[WeightOnlyKernel], str]:
     """Class of the kernel of a weight-only layer, and a note for the ledger if its plan allows bfloat16."""
     if plan is None or plan.compute == "float32" or kind is WeightOnlyEmbedding:
-        return kind, ""
+        return kind, _why_converted(weights["weight"]) if kind is WeightOnlyLinear else ""
     if kind is not WeightOnlyLinear:
         return kind, "computes in float32: only linear layers have a kernel in bfloat16"
     weight = weights["weight"]
@@ -291,6 +294,21 @@ def _with_compute(
     if refusal is not None:
         return kind, f"computes in float32: {refusal}"
     return BFloat16Linear, f"computes up to {MAX_ROWS} rows in bfloat16, more in float32"
+
+
+def _why_converted(weight: StoredWeight) -> str:
+    """Note for the ledger on a linear layer with an integer weight that is converted to floats in each call, if it is.
+
+    Small weights, and float16, are left out: it takes hardly any time there, or is not what loops are for.
+    """
+    if weight.values.dtype == torch.float16 or weight.numel < _MIN_NOTED_VALUES:
+        return ""
+    reason, of_many = few_rows_refused(weight), chunks_refused(weight)
+    if (reason is None and of_many is None) or compiler.loops("few_rows_loops") is None:
+        return ""  # without loops, one warning says so for all layers
+    if reason is None:
+        return f"more than {MAX_ROWS} rows are multiplied by its weight as floats, converted in each call: {of_many}"
+    return f"PyTorch converts its weight to floats in each call: {reason}"
 
 
 def _own_weight_only_kernel(gm: fx.GraphModule, region: Region, match: RowMatch) -> Kernel:

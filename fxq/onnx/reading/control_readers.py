@@ -81,26 +81,40 @@ def branch(r: Reader, condition: Any, *, then_branch: Any, else_branch: Any) -> 
 
 @reads("Loop")
 def loop(r: Reader, count: Any, condition: Any, *carried: Any, body: Any) -> Any:
-    refuse(isinstance(count, Traced) or count is None, "its number of iterations is computed from data")
-    total = r.number(count)
-    refuse(not isinstance(total, int), "its number of iterations depends on a dynamic size")
-    refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
+    most = _largest_count(r, count)
     refuse(isinstance(condition, Traced), "its condition is computed from data")
-    values = list(carried)
-    collected: list[list[Any]] = [[] for _ in range(len(body.output) - 1 - len(carried))]
-    going = condition is None or bool(r.number(condition))
-    iteration: _Body | None = None
-    for i in range(total):
-        if not going:
-            break
-        iteration = iteration or _Body(r, body)
+    values, collected = list(carried), [list[Any]() for _ in range(len(body.output) - 1 - len(carried))]
+    going, i = condition is None or bool(r.number(condition)), 0
+    if not going or most == 0:
+        return (*values, *(_collected_from_none(r, body, values) if collected else ()))
+    iteration = _Body(r, body)
+    while going and (most is None or i < most):
+        refuse(i == MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
         again, *results = iteration.read([torch.tensor(i), torch.tensor(going), *values])
         refuse(isinstance(again, (Traced, Sizes)), "its condition is computed from data")
-        going, values = bool(again), results[: len(carried)]
+        going, values, i = bool(again), results[: len(carried)], i + 1
         for kept, result in zip(collected, results[len(carried) :], strict=True):
             kept.append(result)
-    refuse(any(not kept for kept in collected), "it collects the results of no iteration")
     return (*values, *(r.call(torch.stack, kept) for kept in collected))
+
+
+def _largest_count(r: Reader, count: Any) -> int | None:
+    """Number of iterations of a loop whose condition does not end it earlier; None if it has no such number."""
+    if count is None:
+        return None
+    refuse(isinstance(count, Traced), "its number of iterations is computed from data")
+    total: Any = r.number(count)
+    refuse(not isinstance(total, int), "its number of iterations depends on a dynamic size")
+    refuse(total > MAX_ITERATIONS, f"it has more than {MAX_ITERATIONS} iterations")
+    return int(total)
+
+
+def _collected_from_none(r: Reader, body: Any, values: Sequence[Any]) -> list[Tensor]:
+    """Results that a loop without iterations collects: none, of the shapes that a first one would have."""
+    _, *results = _Body(r, body).read([torch.tensor(0), torch.tensor(True), *values])
+    likes = [r.like(result) for result in results[len(values) :]]
+    refuse(any(varies(size) for like in likes for size in like.shape), "it collects none of a dynamic size")
+    return [torch.empty((0, *like.shape), dtype=like.dtype) for like in likes]
 
 
 @reads("Scan")

@@ -106,7 +106,7 @@ def test_threads_compute_the_same_numbers(outputs, monkeypatch):
         (stored(4, 64, 8, False, "channel", False), "zero points"),
         (replace(stored(4, 64, 4, True, 32, True), zero_point=torch.full((4, 2), 8)), "no values of 4 bits"),
         (replace(stored(4, 64, 3, True, 32, True), zero_point=torch.full((4, 2), 4)), "no values of 3 bits"),
-        (stored(4, 16, 8, True, "channel", False), "fewer than 32 bytes"),
+        (stored(4, 16, 8, True, "channel", False), "fewer than 32 values"),
     ],
 )
 def test_refused(weight, why):

@@ -60,6 +60,43 @@ def test_the_number_of_steps_must_be_known_and_small(length):
         fxq.read_onnx(onnx.parser.parse_model(text))
 
 
+LOOP = """
+<ir_version: 8, opset_import: ["" : 17]>
+g (float[{size}] x) => (float[{size}] y, float[K, {size}] rows) {{
+    one = Constant <value = bool {{1}}> ()
+    zero = Constant <value_int = 0> ()
+    limit = Constant <value_int = 3> ()
+    y, last, rows = Loop ({count}, one, x, zero) <body = step (int64 i, bool c, float[{size}] a, int64 k)
+        => (bool again, float[{size}] doubled, int64 next, float[{size}] row) {{
+            increment = Constant <value_int = 1> ()
+            next = Add (k, increment)
+            again = {again}
+            doubled = Add (a, a)
+            row = Neg (a)
+        }}>
+}}"""
+
+
+def loop_of(count, again="Less (next, limit)", size=2):
+    return onnx.parser.parse_model(LOOP.format(count=count, again=again, size=size))
+
+
+def test_a_loop_that_its_condition_ends():
+    model, x = loop_of(""), torch.tensor([1.0, -2.0])
+    y, rows = fxq.read_onnx(model)(x)
+    assert torch.equal(y, 8 * x) and torch.equal(rows, torch.stack([-x, -2 * x, -4 * x]))
+    with pytest.raises(fxq.FileError, match="more than 1000 iterations"):
+        fxq.read_onnx(loop_of("", again="Identity (c)"))
+
+
+def test_a_loop_without_iterations_collects_nothing():
+    x = torch.tensor([1.0, -2.0])
+    y, rows = fxq.read_onnx(loop_of("zero"))(x)
+    assert torch.equal(y, x) and rows.shape == (0, 2) and rows.dtype == torch.float32
+    with pytest.raises(fxq.FileError, match="it collects none of a dynamic size"):
+        fxq.read_onnx(loop_of("zero", size="N"))
+
+
 def test_random_numbers_of_each_iteration_differ():
     model = onnx.parser.parse_model("""
     <ir_version: 10, opset_import: ["" : 21]>

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.chunk_code import CHUNK, input_factors, word_bytes
 from fxq.backends.loops.code.compiler import helper
+from fxq.backends.loops.code.memory_loops import bytes_, words
 from fxq.backends.loops.code.vectors import LANES
 
 _f, _i = np.float32, np.int32
@@ -22,6 +24,8 @@ _LARGEST_MANTISSA = 2 * (127 * (256**2 + 256 + 1) - 2**22)
 """Largest mantissa with which the highest of three digits stays below 128."""
 _WORD_BYTES, _FACTORS = word_bytes(), tuple(map(np.float32, input_factors()))
 """Bytes of the words of 4-bit values, and the factors of the input for each value of a word, see `Chunk4`."""
+_WORD = 8
+"""Bytes that `pad_bytes` writes at once."""
 _HAS_PAIRS = machine_code.KIND.pair_dot != ""
 """Whether tiles of several rows multiply pairs of rows of integers."""
 
@@ -56,6 +60,47 @@ def arrange4(x, columns, row_bytes, out):
         out[place] = x[j] * _FACTORS[2 * byte] if j >= done else _f(0)
         is_high = j >= done and row_bytes + j < columns
         out[place + size] = x[row_bytes + j] * _FACTORS[2 * byte + 1] if is_high else _f(0)
+
+
+@helper
+def pad_blocks(x, columns, block, padded, out):
+    """Write a row with zeros after each block of `block` values, so that each has `padded` values."""
+    out[:] = 0
+    for k in range((columns + block - 1) // block):
+        first, place = k * block, k * padded
+        for j in range(min(block, columns - first)):
+            out[place + j] = x[first + j]
+
+
+@helper
+def pad_bytes(source, columns, block, padded, out):
+    """Write bytes as `pad_blocks` does, between addresses, where the zeros are already."""
+    if block % _WORD:
+        x, y = carray(bytes_(source), columns), carray(bytes_(out), (columns + block - 1) // block * padded)
+        for k in range((columns + block - 1) // block):
+            for j in range(min(block, columns - k * block)):
+                y[k * padded + j] = x[k * block + j]
+        return
+    full, count, step = columns // block, block // _WORD, padded // _WORD
+    of_source, of_out = carray(words(source), full * count), carray(words(out), full * step)
+    for k in range(full):
+        for j in range(count):
+            of_out[k * step + j] = of_source[k * count + j]
+    rest = columns - full * block
+    last, of_last = carray(bytes_(source + full * block), rest), carray(bytes_(out + full * padded), rest)
+    for j in range(rest):
+        of_last[j] = last[j]
+
+
+@helper
+def arrange_floats(x, columns, block, padded, row_bytes, is_packed, out):
+    """Write a row of floats in the order in which tiles read it."""
+    if padded:
+        pad_blocks(x, columns, block, padded, out)
+    elif is_packed:
+        arrange4(x, columns, row_bytes, out)
+    else:
+        arrange8(x, columns, out)
 
 
 @helper

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
-from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.arranging_loops import (
-    arrange4,
-    arrange8,
+    arrange_floats,
     arrange_integers,
     in_pairs,
+    pad_blocks,
+    pad_bytes,
     power_for_digits,
     split_digits,
     sum_blocks,
@@ -26,18 +26,23 @@ from fxq.backends.loops.code.few_rows_tile_loops import (
     OF_DIGITS,
     OF_FLOATS,
     OF_INTEGERS,
-    SIGNED4,
-    SIGNED8,
-    UNSIGNED4,
-    UNSIGNED8,
     as_read,
     run_tiles,
-    unpacked_kind,
 )
-from fxq.backends.loops.code.few_rows_tile_loops import UNPACKED as UNPACKED
 from fxq.backends.loops.code.memory_loops import bytes_, floats
-from fxq.backends.loops.code.unpacking_code import unpack_row
+from fxq.backends.loops.code.unpacking_code import SIGNED_4, unpack_row
 from fxq.backends.loops.code.vectors import LANES
+from fxq.backends.loops.code.weight_row_loops import (
+    SIGNED4,
+    SIGNED8,
+    UNPACKED,
+    multiply_in_floats,
+    padded_block,
+    row_as_floats,
+    rows_in_floats,
+)
+from fxq.backends.loops.code.weight_row_loops import UNSIGNED4 as UNSIGNED4
+from fxq.backends.loops.code.weight_row_loops import UNSIGNED8 as UNSIGNED8
 
 MAX_INTEGER_ROWS = 16 if machine_code.KIND.dot else 4
 """Number of rows of integers up to which this loop is faster than oneDNN's product, or than that of many rows."""
@@ -47,32 +52,38 @@ _f = np.float32
 _DIGITS, _MAX_DIGIT_ROWS = Digits4.digits, SIZES[0] - 1
 _GROUP_BYTES = 1 << 14
 """Bytes of the weight that several rows of the input read in turn, from the first-level cache."""
+UNPACKED_SIGNED4 = UNPACKED + SIGNED_4
+"""Kind of weights of signed values of 4 bits of which rows are unpacked."""
 
 
 @helper
 def _compute(
-    x, pairs, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, scale, offset, bias, places, out, kind,
-    rows, outputs, row_bytes, chunks, span, scales, first, end, form,
+    x, pairs, x_bytes, x_sums, sums, grids, ones, weight, stored_bytes, bits, columns, block, padded, scale, offset,
+    bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end, form,
 ):  # fmt: skip
     """Compute columns of a product from an arranged input, see `FewRows` and `run_tiles`.
 
     `pairs` is the address of the input for tiles of several rows, see `arranging_loops.in_pairs`.
 
     If `bits` is not 0, a row of the weight has `stored_bytes` bytes in memory, which are unpacked to `row_bytes` bytes
-    before the tiles read them.
+    before the tiles read them. See `padded_block` for `padded`.
     """
     # `base` is the address of row 0 of the weight as tiles read it, or where it would be before the unpacked rows
     column, base = first, weight
     many_rows, many_columns, some_columns = INTEGER_SIZES if form == OF_INTEGERS else SIZES
     group = end - first if rows == 1 and bits == 0 else max(_GROUP_BYTES // row_bytes, many_columns)
-    unpacked = np.empty((group, row_bytes) if bits else (1, 1), np.uint8)
+    sizes, of_row = (group, row_bytes) if bits else (1, 1), np.empty(columns, np.uint8)
+    of_group = np.zeros(sizes, np.uint8) if padded else np.empty(sizes, np.uint8)
     while column < end:
         count = min(group, end - column)
         count -= count % many_columns if count > many_columns else 0
         if bits:
-            base = unpacked.ctypes.data - row_bytes * column
+            base = of_group.ctypes.data - row_bytes * column
             for c in range(column, column + count):
-                unpack_row(bits, weight + stored_bytes * c, row_bytes, base + row_bytes * c)
+                target = of_row.ctypes.data if padded else base + row_bytes * c
+                unpack_row(bits, weight + stored_bytes * c, columns, target)
+                if padded:
+                    pad_bytes(target, columns, block, padded, base + row_bytes * c)
         r = 0
         while r < rows:
             has_many = count >= many_columns
@@ -88,7 +99,7 @@ def _compute(
             run_tiles(kind, few, is_many, has_many, form)
             r += many_rows if is_many else 1
         column += count
-    unpacked[0, 0] = 0  # keeps the array alive until here, as only its address is used
+    of_group[0, 0], of_row[0] = 0, 0  # keeps both arrays alive until here, as only their addresses are used
 
 
 @helper
@@ -123,8 +134,8 @@ def _multiply_digits(
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
         arranged.ctypes.data, arranged.ctypes.data, _DIGITS * size, sums_at, sums, grids.ctypes.data, 0, weight,
-        stored_bytes, 0, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first,
-        end, OF_DIGITS,
+        stored_bytes, 0, columns, block, 0, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks,
+        span, scales, first, end, OF_DIGITS,
     )  # fmt: skip
     arranged[0, 0, 0] = np.uint8(x_sums[0, 0])  # keeps the arrays alive until here, as only their addresses are used
     grids[0, 0] = x_sums[0, 0]
@@ -136,13 +147,14 @@ def multiply(
     first, end
 ):  # fmt: skip
     """Compute the columns from `first` to `end` of x @ weight.T + bias. For other arguments see `few_rows`."""
-    stored_bytes = row_bytes
+    stored_bytes, stored_kind, padded = row_bytes, kind, padded_block(kind, block, scales)
     bits, kind, row_bytes, chunks, span = as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
-    if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and (is_packed or kind >= IN_UNITS):
+    in_floats, count = rows_in_floats(x, rows, columns)
+    if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and count == 0 and (is_packed or kind >= IN_UNITS):
         grids = np.zeros((rows, 2), _f)
         if _have_digits(x, columns, grids):
             _multiply_digits(
@@ -152,18 +164,25 @@ def multiply(
             return
     arranged, x_sums, lanes = np.empty((rows, size), _f), np.zeros((rows, sums), _f), np.empty(LANES, _f)
     for r in range(rows):
-        if is_packed:
-            arrange4(x[r], columns, row_bytes, arranged[r])
-        else:
-            arrange8(x[r], columns, arranged[r])
+        if in_floats[r]:
+            arranged[r] = 0  # its results are replaced
+            continue
+        arrange_floats(x[r], columns, block, padded, row_bytes, is_packed, arranged[r])
         if zero != 0:
             sum_blocks(x[r], columns, block, zero, lanes, x_sums[r])
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
-    _compute(
-        arranged.ctypes.data, arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits, scale,
-        offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end, OF_FLOATS,
-    )  # fmt: skip
+    if count < rows:
+        _compute(
+            arranged.ctypes.data, arranged.ctypes.data, 4 * size, sums_at, sums, 0, 0, weight, stored_bytes, bits,
+            columns, block, padded, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span,
+            scales, first, end, OF_FLOATS,
+        )  # fmt: skip
     arranged[0, 0] = x_sums[0, 0]  # keeps both arrays alive until here, as only their addresses are used
+    if count:
+        multiply_in_floats(
+            x, in_floats, weight, scale, offset, zero, bias, out, stored_kind, rows, columns, outputs, stored_bytes,
+            block, scales, first, end,
+        )  # fmt: skip
 
 
 @helper
@@ -178,7 +197,7 @@ def multiply_integers(
     The columns are those from `first` to `end`. `ones` is the address of the sums of the rows of the weight, float32.
     For other arguments see `few_rows`.
     """
-    stored_bytes = row_bytes
+    stored_bytes, padded = row_bytes, padded_block(kind, block, scales)
     bits, kind, row_bytes, chunks, span = as_read(kind, row_bytes, columns, rows, block, scales, span)
     is_packed = kind in (SIGNED4, UNSIGNED4)
     flip = np.uint8(0) if (kind == SIGNED8) != _HAS_SAME_SIGNS else np.uint8(128)
@@ -187,7 +206,10 @@ def multiply_integers(
     x, scales_of_x, zeros_of_x = carray(bytes_(x), (rows, columns)), floats(grid_scale), floats(grid_zero)
     arranged, x_sums, grids = np.empty((rows, size), np.uint8), np.zeros((rows, sums), _f), np.empty((rows, 2), _f)
     for r in range(rows):
-        arrange_integers(x[r], columns, row_bytes if is_packed else columns, is_packed, flip, arranged[r])
+        if padded:
+            pad_blocks(x[r] ^ flip, columns, block, padded, arranged[r])
+        else:
+            arrange_integers(x[r], columns, row_bytes if is_packed else columns, is_packed, flip, arranged[r])
         if zero != 0:
             sum_integers(x[r], columns, block, zero, flip, x_sums[r])
         grids[r, 0] = scales_of_x[r * grid_steps[0]]
@@ -196,8 +218,8 @@ def multiply_integers(
     sums_at = np.int64(x_sums.ctypes.data) if zero != 0 else 0
     _compute(
         arranged.ctypes.data, pairs.ctypes.data, size, sums_at, sums, grids.ctypes.data, ones, weight, stored_bytes,
-        bits, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span, scales, first, end,
-        OF_INTEGERS,
+        bits, columns, block, padded, scale, offset, bias, places, out, kind, rows, outputs, row_bytes, chunks, span,
+        scales, first, end, OF_INTEGERS,
     )  # fmt: skip
     # These keep the arrays alive until here, since only their addresses are used.
     grids[0, 0] = x_sums[0, 0]
@@ -223,7 +245,7 @@ def few_rows(
         bias: Address of float32 (outputs,).
         places: Address of int32: bytes to the scale of each span, see `FewRows`.
         out: Address of float32 (rows, outputs), written.
-        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, or UNPACKED + bits.
+        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, UNPACKED_SIGNED4, or UNPACKED + bits.
         rows: Number of rows of the input, at least one.
         columns: Values of a row of the weight.
         outputs: Rows of the weight.
@@ -268,28 +290,6 @@ def few_integers_part(part, _count, bases):
     )  # fmt: skip
 
 
-@helper
-def _convert(kind, is_high, source, count, numbers, out):
-    """Write integers as floats: whole vectors, then one that ends with the integers."""
-    flip = 0x88 if kind == SIGNED4 else 0
-    if count < LANES:  # only of 8 bits: other blocks are longer
-        pair, stored, y = carray(floats(numbers), 2), carray(bytes_(source), count), carray(floats(out), count)
-        for j in range(count):
-            value = np.int64(stored[j])
-            y[j] = _f(value - 256 if kind == SIGNED8 and value > 127 else value) * pair[0] + pair[1]
-        return
-    for k in range(1 if count % LANES == 0 else 2):
-        first, blocks = (0, count // LANES) if k == 0 else (count - LANES, 1)
-        if kind == SIGNED8:
-            code.floats_of_signed8(source + first, blocks, flip, numbers, out + 4 * first)
-        elif kind == UNSIGNED8:
-            code.floats_of_bytes(source + first, blocks, flip, numbers, out + 4 * first)
-        elif is_high:
-            code.floats_of_high4(source + first, blocks, flip, numbers, out + 4 * first)
-        else:
-            code.floats_of_low4(source + first, blocks, flip, numbers, out + 4 * first)
-
-
 @compiled("i f* f* f i i i i i i i i")
 def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row_bytes, block, scales):
     """Write rows of a weight as floats.
@@ -300,7 +300,7 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
         offset: float32 (outputs, scales).
         zero: Factor of all offsets.
         out: Address of float32 (count, columns), written.
-        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, or UNPACKED + bits.
+        kind: SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4, UNPACKED_SIGNED4, or UNPACKED + bits.
         first: First row.
         count: Number of rows.
         columns: Values of a row.
@@ -309,22 +309,8 @@ def floats_of(weight, scale, offset, zero, out, kind, first, count, columns, row
         scales: Scales of a row.
     """
     scale, offset = carray(scale, (first + count, scales)), carray(offset, (first + count, scales))
-    stored_bytes = row_bytes
-    bits, kind, row_bytes = unpacked_kind(kind, row_bytes, columns)
-    numbers, is_packed, unpacked = np.empty(2, _f), kind >= SIGNED4, np.empty(columns if bits else 1, np.uint8)
     for r in range(first, first + count):
-        source, target = weight + r * stored_bytes, out + 4 * (r - first) * columns
-        if bits:
-            unpack_row(bits, source, columns, unpacked.ctypes.data)
-            source = np.int64(unpacked.ctypes.data)
-        for k in range(scales):
-            numbers[0], numbers[1] = scale[r, k], -offset[r, k] * zero
-            low, end = k * block, min((k + 1) * block, columns)
-            middle = max(min(end, row_bytes), low) if is_packed else end
-            if middle > low:
-                _convert(kind, False, source + low, middle - low, numbers.ctypes.data, target + 4 * low)
-            if end > middle:
-                _convert(
-                    kind, True, source + middle - row_bytes, end - middle, numbers.ctypes.data, target + 4 * middle
-                )
-    numbers[0], unpacked[0] = 0, 0  # keeps both arrays alive until here, as only their addresses are used
+        row_as_floats(
+            weight + row_bytes * r, scale[r], offset[r], zero, kind, columns, row_bytes, block,
+            out + 4 * (r - first) * columns,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kinds of low-bit weights, and the choice of the tile that multiplies a few rows with a weight of a kind."""
+"""The choice of the tile that multiplies a few rows with a low-bit weight of a kind, and of how it reads the weight."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from fxq.backends.loops.code import few_rows_code as code
 from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import helper
 from fxq.backends.loops.code.few_rows_code import INTEGER_SIZES, SIZES, UNIT_BITS
+from fxq.backends.loops.code.weight_row_loops import SIGNED4, SIGNED8, UNPACKED, UNSIGNED8, padded_block, unpacked
 from fxq.quant.packing import UNIT
 
-SIGNED8, UNSIGNED8, SIGNED4, UNSIGNED4 = range(4)
-"""Kinds of weights: int8, uint8, and two values of 4 bits per byte as `fxq/quant/packing.py` packs them."""
-UNPACKED = 16
-"""UNPACKED + bits is the kind of weights packed with other widths. Rows are unpacked to uint8, or tiles unpack them."""
 IN_UNITS = 8
 """IN_UNITS + bits is the kind of packed weights that tiles unpack in registers."""
 _TWO, _THREE, _SIX = UNIT_BITS
@@ -96,21 +93,16 @@ OF_FLOATS, OF_INTEGERS, OF_DIGITS = range(3)
 
 
 @helper
-def unpacked_kind(kind, row_bytes, columns):
-    """Width to unpack rows from first (0: none), then the kind and the bytes per row that are read."""
-    return (kind - UNPACKED, UNSIGNED8, columns) if kind >= UNPACKED else (0, kind, row_bytes)
-
-
-@helper
 def as_read(kind, row_bytes, columns, rows, block, scales, span):
-    """How tiles read the weight: the values of `unpacked_kind`, chunks per row, and chunks per scale.
+    """How tiles read the weight: the values of `unpacked`, chunks per row, and chunks per scale.
 
     With one row of the input, tiles unpack whole units themselves.
     """
     bits, is_whole = kind - UNPACKED, columns % UNIT == 0 and (scales == 1 or block % UNIT == 0)
     if rows == 1 and is_whole and bits in (_TWO, _THREE, _SIX):
         return 0, IN_UNITS + bits, row_bytes, columns // UNIT, span * CHUNK // UNIT
-    bits, kind, row_bytes = unpacked_kind(kind, row_bytes, columns)
+    padded = padded_block(kind, block, scales)
+    bits, kind, row_bytes = unpacked(kind, row_bytes, scales * padded if padded else columns)
     return bits, kind, row_bytes, (row_bytes + CHUNK - 1) // CHUNK, span
 
 

@@ -10,10 +10,10 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.chunk_code import CHUNK
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_tile_loops import SIGNED4, UNPACKED
 from fxq.backends.loops.code.many_rows_code import COLUMNS, ROWS, VECTORS, ManyRows, many_rows_tile
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.unpacking_code import unpack_row
+from fxq.backends.loops.code.weight_row_loops import SIGNED4, UNPACKED
 
 __all__ = ["ARRANGED", "COLUMNS", "IS_FASTER", "ROWS", "CallField", "PartField", "many_integers_part"]
 IS_FASTER = machine_code.KIND.has_many_rows
@@ -97,7 +97,7 @@ class PartField(IntEnum):
     ZEROS = 2  # address of the zero points of packed values, uint8 (outputs, scales)
     BIAS = 3  # address of float32 (outputs,)
     ONES = 4  # address of the sums of the rows of the weight, float32 (outputs,)
-    KIND = 5  # of `few_rows_tile_loops`, where values of 8 bits are int8, or ARRANGED
+    KIND = 5  # of `weight_row_loops`, where values of 8 bits are int8, or ARRANGED
     COLUMNS = 6  # number of values of a row of the weight
     OUTPUTS = 7
     ROW_BYTES = 8

@@ -9,7 +9,6 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_tile_loops import SIGNED4, SIGNED8, UNPACKED
 from fxq.backends.loops.code.memory_loops import bytes_, floats, ints
 from fxq.backends.loops.code.panel_code import (
     COLUMNS,
@@ -22,6 +21,7 @@ from fxq.backends.loops.code.panel_code import (
     unsigned_to_floats,
 )
 from fxq.backends.loops.code.unpacking_code import unpack_row
+from fxq.backends.loops.code.weight_row_loops import SIGNED4, SIGNED8, UNPACKED
 from fxq.quant.packing import UNIT
 
 __all__ = ["COLUMNS", "IS_FASTER", "MIN_ROWS", "ROWS", "FloatCallField", "FloatPartField", "multiply_floats_part"]
@@ -44,7 +44,7 @@ class FloatPartField(IntEnum):
     OFFSET = 2  # address of float32 (outputs, scales): a value is integer * scale - zero * offset
     ZERO = 3
     BIAS = 4  # address of float32 (outputs,)
-    KIND = 5  # of `few_rows_tile_loops`
+    KIND = 5  # of `weight_row_loops`
     COLUMNS = 6  # number of values of a row of the weight
     OUTPUTS = 7
     ROW_BYTES = 8

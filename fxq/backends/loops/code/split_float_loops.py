@@ -14,7 +14,6 @@ from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from fxq.backends.loops.code import machine_code
 from fxq.backends.loops.code.amx_code import ROW_BYTES, STATE_BYTES, TILE_BYTES, TILE_ROWS, configure, release
 from fxq.backends.loops.code.compiler import compiled, helper
-from fxq.backends.loops.code.few_rows_tile_loops import SIGNED8
 from fxq.backends.loops.code.memory_loops import bytes_
 from fxq.backends.loops.code.panel_loops import (
     COLUMNS,
@@ -41,6 +40,7 @@ from fxq.backends.loops.code.split_float_code import (
     two_split_tiles,
     unsigned_to_pairs,
 )
+from fxq.backends.loops.code.weight_row_loops import SIGNED8
 
 __all__ = [
     "COLUMNS", "IS_FASTER", "MAX_ROWS", "STEP_DEPTH", "FloatPartField", "SplitCallField", "SplitPartField",

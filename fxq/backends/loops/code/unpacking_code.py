@@ -1,9 +1,10 @@
-"""Machine code and loops that unpack values of 2, 3, 5 or 6 bits to bytes, see `fxq/quant/packing.py`."""
+"""Machine code and loops that unpack values of 2 to 6 bits to bytes, see `fxq/quant/packing.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]  # Numba does not list it
 from numba.core import cgutils
@@ -54,9 +55,27 @@ def _unpacking(bits: int) -> Any:
 _unpack2, _unpack3, _unpack5, _unpack6 = map(_unpacking, (2, 3, 5, 6))
 
 
+SIGNED_4 = 12
+"""In place of a number of bits: signed values of 4 bits, to which 8 is added."""
+
+
+@helper
+def _unpack_halves(flip, source, count, out):
+    """Unpack a row of values of 4 bits, of which the first half is in the low bits, and flip some bits of each."""
+    size = (count + 1) // 2
+    stored, low, high = carray(bytes_(source), size), carray(bytes_(out), size), carray(bytes_(out + size), size)
+    for j in range(size):
+        low[j] = (stored[j] & np.uint8(15)) ^ flip
+    for j in range(count - size):
+        high[j] = (stored[j] >> np.uint8(4)) ^ flip
+
+
 @helper
 def unpack_row(bits, source, count, out):
     """Unpack a row of `count` values from the address `source` to bytes at the address `out`."""
+    if bits == 4 or bits == SIGNED_4:
+        _unpack_halves(np.uint8(8 if bits == SIGNED_4 else 0), source, count, out)
+        return
     units = count // UNIT
     if bits == 2:
         _unpack2(source, units, out)

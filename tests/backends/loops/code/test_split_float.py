@@ -1,5 +1,7 @@
 """Products of many rows of floats with low-bit weights by AMX, against float64; and how floats are split for them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -106,7 +108,8 @@ def test_products_of_tiles_add_all_terms(kind, rows):
 
 def split(weight, bias=None):
     assert split_refused(weight) is None
-    return SplitProduct(SPLIT_LOOPS, weight, FewRowsProduct(LOOPS, weight, bias))
+    few = FewRowsProduct(LOOPS, weight, bias)
+    return SplitProduct(SPLIT_LOOPS, weight, few, PanelProduct(loops("panel_loops"), few))
 
 
 def check(x, weight, bias=None):
@@ -127,6 +130,16 @@ def test_products_of_any_size(rows, columns, outputs, bits, signed, per, with_ze
     columns = columns if bits != 4 else max(columns, 64) if isinstance(per, str) else 64 * (columns // 32)
     weight = stored(outputs, columns, bits, signed, per, with_zero, seed)
     check(torch.randn(rows, columns), weight, torch.randn(outputs) if with_bias else None)
+
+
+@needs_amx
+def test_sums_of_large_inputs_do_not_overflow():
+    """Integers times such inputs leave the range of float32; their products with the real weights do not."""
+    weight = stored(9, 128, 6, True, 64, True)
+    weight = replace(weight, scale=weight.scale / 64)
+    x = 1e36 * torch.randn(20, 128)
+    check(x, weight)
+    assert not (torch.full((1, 128), 1e36) @ weight.integers(weight.empty()).T).isfinite().all()
 
 
 @needs_amx
