@@ -34,6 +34,9 @@ def choose_scale(
     if axis is None and not symmetric and steps == 255 and not w.for_openvino:
         return w.emit_several(_DYNAMIC_QUANTIZE, [x], 3)[1]
     below, above = _extents(w, x, axis)
+    if w.for_openvino and not symmetric:  # whose Clip of an infinite size is infinite
+        shares = (w.emit("Div", extent, w.number(steps, x)) for extent in (below, above))
+        return w.emit("Max", w.emit("Add", *shares), w.number(MIN_SCALE, x))
     size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
     largest = 2 * torch.finfo(torch.float32).max / steps  # scale of the largest range, whose size overflows float32
     return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(MIN_SCALE, x), w.number(largest, x))

@@ -37,7 +37,7 @@ def dequantized_steps(w: Writer, q: Value, scale: Value, zero_point: Operand) ->
 def linear_of_steps(w: Writer, x: Value, weight: Value, bias: Value | None) -> str | None:
     """Write a linear layer whose input has a dynamic grid; None if its weight is not a quantized constant.
 
-    It computes x @ W.T = scale * (steps @ W.T) - scale * zero_point * (row sums of W).
+    It computes x @ W.T = scale * (steps @ W.T - zero_point * (row sums of W)).
     """
     source, own = w.dynamic_steps[x.name], dequantize_node(w, weight)
     integers = w.constant_of(own.node.inputs[0]) if own is not None else None
@@ -48,10 +48,10 @@ def linear_of_steps(w: Writer, x: Value, weight: Value, bias: Value | None) -> s
     sums = w.cached_constant(("row sums", weight.name), lambda: -real.double().sum(1).float())
     shape = (*x.shape[:-1], weight.shape[0])
     steps: Operand = w.reshaped(source.steps, (1, *x.shape)) if x.rank == 1 else source.steps
-    product = w.emit("Mul", w.emit("MatMul", steps, transposed(w, weight)), source.scale)
+    product = w.emit("MatMul", steps, transposed(w, weight))
     if not _is_zero(source.zero_point):
-        offset = w.emit("Mul", w.emit("Mul", source.scale, source.zero_point), sums)
-        product = w.emit("Add", product, offset)
+        product = w.emit("Add", product, w.emit("Mul", source.zero_point, sums))
+    product = w.emit("Mul", product, source.scale)
     product = product if bias is None else w.emit("Add", product, bias)
     return w.reshaped(product, shape) if x.rank == 1 else product  # OpenVINO returns vectors in another shape
 
