@@ -7,6 +7,7 @@ and adds its zero point, which gives the integers as floats ("steps"), and quant
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def linear_of_steps(w: Writer, x: Value, weight: Value, bias: Value | None) -> s
     """
     source, own = w.dynamic_steps[x.name], dequantize_node(w, weight)
     integers = w.constant_of(own.node.inputs[0]) if own is not None else None
-    attributes: dict[str, Any] = own.node.attributes if own is not None else {}
+    attributes: Mapping[str, Any] = own.node.attributes if own is not None else {}
     if own is None or integers is None or attributes.get("block_size"):
         return None
     real = float_values(integers, own.scale, own.zero, attributes.get("axis"))
