@@ -45,8 +45,8 @@ def linear_of_steps(w: Writer, x: Value, weight: Value, bias: Value | None) -> s
     attributes: Mapping[str, Any] = own.node.attributes if own is not None else {}
     if own is None or integers is None or attributes.get("block_size"):
         return None
-    real = float_values(integers, own.scale, own.zero, attributes.get("axis"))
-    sums = w.cached_constant(("row sums", weight.name), lambda: -real.double().sum(1).float())
+    stored = (integers, own.scale, own.zero, attributes.get("axis"))
+    sums = w.cached_constant(("row sums", weight.name), lambda: -float_values(*stored).double().sum(1).float())
     shape = (*x.shape[:-1], weight.shape[0])
     steps: Operand = w.reshaped(source.steps, (1, *x.shape)) if x.rank == 1 else source.steps
     product = w.emit("MatMul", steps, transposed(w, weight))
