@@ -44,11 +44,11 @@ def test_every_network_has_a_small_picture():
 
 @pytest.mark.parametrize("precisions", [["float32"], ["float32", "bfloat16"]], ids=len)
 def test_tools_of_a_network(monkeypatch, precisions):
-    """Of language models weights alone are quantized, to the numbers of bits that the exhibit has."""
+    """Of language models weights alone are quantized, to the numbers of bits that the exhibit has, and dynamically."""
     monkeypatch.setattr(gallery, "has_bfloat16", lambda: len(precisions) == 2)
     tools = ["fxq", *(f"NNCF, {precision}" for precision in precisions), "ONNX Runtime"]
     assert [*gallery.tools_for(EXHIBITS["voice"])][2:] == [f"int8, {tool}" for tool in tools]
-    names = [f"int{bits}, {tool}" for bits in (8, 4) for tool in tools]
+    names = [*(f"int{bits}, {tool}" for bits in (8, 4) for tool in tools), "int8 dynamic, fxq"]
     assert [*gallery.tools_for(EXHIBITS["english"])] == ["float, PyTorch", "float, ONNX Runtime", *names]
 
 

@@ -216,7 +216,7 @@ class EngineBackend(Backend):
     def key(self, gm: fx.GraphModule, node: fx.Node) -> str:
         """Key of the nodes that the engine takes or refuses alike: ops and options, ranks and dtypes of the inputs."""
         parts = [
-            (call.op.name, sorted((name, _kind_of_grid(name, value)) for name, value in call.options.items()))
+            (call.op.name, sorted((name, kind_of_grid(name, value)) for name, value in call.options.items()))
             for call in calls_of(gm, node)
         ]
         return repr((parts, [(self.kind_of(read), info(read).dtype) for read in node.all_input_nodes]))
@@ -286,7 +286,7 @@ CONVERSION_US_PER_ELEMENT = 3e-4
 """Microseconds to convert an element, if the engine has fused all conversions into the ops before them."""
 
 
-def _kind_of_grid(name: str, value: Any) -> Any:
+def kind_of_grid(name: str, value: Any) -> Any:
     """Part of the key for an option of an op: its value, but of a scale or zero point only the type."""
     return type(value) if name in ("scale", "zero_point") else value
 

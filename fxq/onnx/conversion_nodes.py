@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxq.onnx.dequantized import float_values
+from fxq.onnx.dynamic_steps import dequantized_steps, shifted_steps, unit_grid
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx
 from fxq.onnx.varying_sizes import varies
 from fxq.onnx.writer import Operand, Value, Writer, refuse, writes
@@ -30,9 +31,12 @@ def choose_scale(
     if block is not None:
         scale = choose_scale(w, in_blocks(w, x, block), steps=steps, axis=axis, symmetric=symmetric)
         return w.reshaped(scale, (*x.shape[:-1], x.shape[-1] // block))
-    if axis is None and not symmetric and steps == 255:
+    if axis is None and not symmetric and steps == 255 and not w.for_openvino:
         return w.emit_several(_DYNAMIC_QUANTIZE, [x], 3)[1]
     below, above = _extents(w, x, axis)
+    if w.for_openvino and not symmetric:  # whose Clip of an infinite size is infinite
+        shares = (w.emit("Div", extent, w.number(steps, x)) for extent in (below, above))
+        return w.emit("Max", w.emit("Add", *shares), w.number(MIN_SCALE, x))
     size = w.emit("Max", below, above) if symmetric else w.emit("Add", below, above)
     largest = 2 * torch.finfo(torch.float32).max / steps  # scale of the largest range, whose size overflows float32
     return w.emit("Clip", w.emit("Div", size, w.number(steps, x)), w.number(MIN_SCALE, x), w.number(largest, x))
@@ -145,6 +149,9 @@ def quantize(
         if block is not None:
             steps, zeros = in_blocks(w, scale, 1), in_blocks(w, zero_point, 1)
             return w.reshaped(_written_out(w, in_blocks(w, x, block), steps, zeros, qmin, qmax, dtype), x.shape)
+        if w.for_openvino:
+            read = shifted_steps(w, x, scale, _float_zero(w, x, zero_point))
+            return _rounded(w, read, *unit_grid(dtype), qmin, qmax)
         if _is_written_out(w, x, scale):
             return _written_out(w, x, scale, zero_point, qmin, qmax, dtype)
         grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, dtype))
@@ -197,6 +204,8 @@ def dequantize(
             if block is not None:
                 grids = (in_blocks(w, grid, 1) for grid in (scale, zero_point))
                 return Value(w.reshaped(_dequantized(w, in_blocks(w, x, block), *grids), x.shape), floats)
+            if w.for_openvino:
+                return dequantized_steps(w, x, scale, _float_zero(w, Value(x.name, floats), zero_point))
             if _is_written_out(w, x, scale):
                 return Value(_dequantized(w, x, scale, zero_point), floats)
             grid, attributes = _rows(w, x, scale, _computed_zero(w, scale, zero_point, x.dtype))

@@ -17,6 +17,7 @@ from fxq.onnx.dequantized import (
     transposed,
     weight_for,
 )
+from fxq.onnx.dynamic_steps import linear_of_steps
 from fxq.onnx.matmul_nbits import matmul_nbits
 from fxq.onnx.onnx_objects import INT4, UINT4, NotInOnnx, OnnxNode
 from fxq.onnx.padding_nodes import onnx_pads, padded
@@ -73,6 +74,8 @@ def conv_transpose(
 
 @writes("linear")
 def linear(w: Writer, x: Value, weight: Value, bias: Value | None = None) -> str:
+    if x.name in w.dynamic_steps and (written := linear_of_steps(w, x, weight, bias)) is not None:
+        return written
     if (dequantize := dynamic_dequantize_node(w, x)) is not None and (
         not w.portable or _has_products(w, dequantize, weight)
     ):

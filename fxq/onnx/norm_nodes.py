@@ -144,17 +144,19 @@ def attention(
         scores = w.emit("Add", scores, torch.zeros(later.shape, device="cpu").masked_fill_(later, -math.inf))
     if attn_mask is None:
         return w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value)
+    mask = attn_mask
     if attn_mask.dtype is torch.bool:
-        scores = w.emit("Where", attn_mask, scores, w.number(-math.inf, x))
-    else:
-        scores = w.emit("Add", scores, attn_mask)
+        added = w.emit("Where", attn_mask, w.number(0.0, x), w.number(-math.inf, x))
+        mask = Value(added, torch.empty_like(attn_mask.like, dtype=x.dtype))
+    # The mask alone tells which rows are masked, so that nothing else reads the scores: engines fuse attention then.
+    product = w.emit("MatMul", w.emit("Softmax", w.emit("Add", scores, mask), axis=-1), value)
     # A query whose keys are all masked gets zeros; its softmax would be NaN.
-    is_masked = w.emit("Less", w.emit("ReduceMax", scores, w.ints([-1]), keepdims=1), w.number(_MIN_FINITE_SCORE, x))
-    return w.emit("Where", is_masked, w.number(0.0, x), w.emit("MatMul", w.emit("Softmax", scores, axis=-1), value))
+    is_masked = w.emit("Less", w.emit("ReduceMax", mask, w.ints([-1]), keepdims=1), w.number(_MIN_FINITE_SCORE, x))
+    return w.emit("Where", is_masked, w.number(0.0, x), product)
 
 
 _MIN_FINITE_SCORE = -3e38
-"""Score near the lowest float32; lower scores count as minus infinity."""
+"""Number near the lowest float32; lower summands of scores count as minus infinity."""
 
 
 @writes("attention_mask")

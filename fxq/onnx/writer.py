@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,20 @@ def in_range(index: Tensor, size: int) -> bool:
     return bool(low.item() > -1 and high.item() < size)
 
 
+class DynamicSteps(NamedTuple):
+    """Value (steps - zero_point) * scale on a dynamic grid.
+
+    Attributes:
+        steps: name of the integers, as float32.
+        scale: scale, computed at run time.
+        zero_point: zero point as float32, computed at run time or constant.
+    """
+
+    steps: str
+    scale: Value
+    zero_point: Operand
+
+
 @dataclass
 class Writer:
     """Model that is being written, node by node.
@@ -81,7 +95,9 @@ class Writer:
         computed: names of constants that were folded from nodes of the graph.
         threads: maximum number of threads that a runtime may run the model on; None for any number.
         nbits: whether to write weight-only linear layers as MatMulNBits, an op type of ONNX Runtime.
-        for_openvino: whether to avoid nodes that OpenVINO computes wrong, see `fxq/onnx/recurrent_nodes.py`.
+        for_openvino: whether to avoid nodes that OpenVINO computes wrong, see `fxq/onnx/recurrent_nodes.py`, and to
+            write dynamic grids as it runs them on integers, see `fxq/onnx/dynamic_steps.py`.
+        dynamic_steps: for OpenVINO, the steps of each value that is dequantized from a dynamic grid, by its name.
         recurrent_reads: number of recurrent nodes that read each value, moved or rounded or not, by name.
     """
 
@@ -97,6 +113,7 @@ class Writer:
     threads: int | None = None
     nbits: bool = False
     for_openvino: bool = False
+    dynamic_steps: dict[str, DynamicSteps] = field(default_factory=dict)
     recurrent_reads: dict[str, int] = field(default_factory=dict)
     _inputs: list[Value] = field(default_factory=list)
     _nodes: list[OnnxNode] = field(default_factory=list)

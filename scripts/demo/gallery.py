@@ -7,6 +7,7 @@
 Every tool has its own defaults; fxq has backend="fastest", unless a note says otherwise. What NNCF makes runs in
 OpenVINO: once in float32 apart from the integers, and once as OpenVINO does by default, where that is bfloat16. Of
 language models, the weights alone are quantized, to 8 bits or to 4 in blocks of 64, by fxq with its default backend.
+fxq also quantizes them dynamically: weights to 8 bits, and the inputs of linear layers at each call.
 Models of fxq are saved, and loaded by another process, which cannot import the packages of the networks; "file" says
 whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
@@ -66,6 +67,11 @@ def own_weights(bits: int) -> Tool:
     """fxq, weights alone, in one call: 4 bits in blocks, 8 bits per channel."""
     recipe = fxq.Recipe.weight_only(bits=bits, per=BLOCK) if bits == 4 else fxq.Recipe.weight_only(bits=bits)
     return lambda part, is_transformer: quantized(part, recipe)
+
+
+def own_dynamic(part: Part, is_transformer: bool) -> Made:
+    """fxq, in one call: weights of 8 bits, activations of 8 bits with ranges that are computed for each token."""
+    return quantized(part, fxq.Recipe.dynamic(backend="fastest"))
 
 
 def quantized(part: Part, recipe: fxq.Recipe) -> Made:
@@ -163,6 +169,8 @@ def tools_for(exhibit: Exhibit) -> dict[str, Tool]:
         tools[f"int{bits}, fxq"] = own_weights(bits)
         tools |= by_nncf(f"int{bits}, NNCF", nncf_weights(bits))
         tools[f"int{bits}, ONNX Runtime"] = onnxruntime_weights(bits)
+    if exhibit.weight_bits:
+        tools["int8 dynamic, fxq"] = own_dynamic
     return tools
 
 

@@ -109,7 +109,10 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_text.entropy_curve,
         "Weights alone, in 4 bits with blocks of 64, by `fxq.Recipe.weight_only(bits=4)` with data, NNCF's "
         "`compress_weights` and ONNX Runtime's `MatMulNBitsQuantizer`, which leaves GPT-2's layers in float, since "
-        "they are `Gemm` in the file. Milliseconds are of 108 tokens at once.",
+        "they are `Gemm` in the file. OpenVINO rounds activations to 8 bits, too, in the products with NNCF's weights "
+        '(or to bfloat16), which fxq does not with `weight_only`. "int8 dynamic" is '
+        '`fxq.Recipe.dynamic(backend="fastest")`, which rounds activations to 8 bits, and weights to 8. Milliseconds '
+        "are of 108 tokens at once.",
         weight_bits=(4,),
     ),
     "english": Exhibit(
@@ -119,7 +122,10 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_text.entropy_curve,
         "Weights alone, in 8 bits (ONNX Runtime's in blocks of 64) and in 4 with blocks of 64, by "
         "`fxq.Recipe.weight_only(bits=...)` with data, NNCF's `compress_weights` and ONNX Runtime's "
-        "`MatMulNBitsQuantizer`. The package has weights of 4 bits in blocks of 32, which are floats here before they "
+        "`MatMulNBitsQuantizer`. OpenVINO rounds activations to 8 bits, too, in the products with NNCF's weights (or "
+        'to bfloat16), which fxq does not with `weight_only`. "int8 dynamic" is '
+        '`fxq.Recipe.dynamic(backend="fastest")`, which rounds activations to 8 bits, and weights to 8. The package '
+        "has weights of 4 bits in blocks of 32, which are floats here before they "
         "are quantized. Milliseconds are of 256 tokens at once.",
         weight_bits=(8, 4),
     ),

@@ -13,7 +13,7 @@ from fxq.onnx.onnx_objects import NotInOnnx
 from fxq.ops import OPS
 from fxq.quant.dynamic_grid import dynamic_range
 from tests.support.machine import needs_vnni
-from tests.support.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, same, single, weight
+from tests.support.onnx_runs import ENGINES, call, in_both, normal, run_onnxruntime, run_openvino, same, single, weight
 
 pytestmark = pytest.mark.any_cpu
 
@@ -99,21 +99,28 @@ def dynamic_layer(axis, symmetric, bias=True, zero=0):
     return fx.GraphModule(root, graph)
 
 
+RUNS = {
+    "onnxruntime": lambda gm, x: run_onnxruntime(write_onnx(gm, [x]).model, [x]),
+    "onnxruntime, optimized": lambda gm, x: run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized=True),
+    "openvino": lambda gm, x: run_openvino(write_onnx(gm, [x], integer_bias=False, for_openvino=True).model, [x]),
+}
+
+
 @needs_vnni
-@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("axis", [None, -1])
-def test_a_linear_layer_on_a_dynamic_range(axis, symmetric, bias, optimized):
+def test_a_linear_layer_on_a_dynamic_range(axis, symmetric, bias, run):
     """Against a float64 product of the quantized rows, whose ranges differ widely."""
     gm, rows = dynamic_layer(axis, symmetric, bias), torch.tensor([[1.0], [0.0], [30.0], [0.03]]) * normal(4, 32)
-    for x in (rows, rows.abs(), rows.reshape(2, 2, 32), rows[2:3], rows[2]):
+    for x in (rows, rows.abs(), -rows.abs(), rows.reshape(2, 2, 32), rows[2:3], rows[2]):
         low, high = (end.double() for end in dynamic_range(x, axis))
         size = torch.maximum(high, -low) if symmetric else high - low
         scale = (size / (127 if symmetric else 254 if axis is not None else 255)).clamp(min=1e-30)
         left = (x.double() / scale).round() * scale
         wanted = left @ (gm.q.double() * gm.steps.double()[:, None]).T + (gm.bias.double() if bias else 0)
-        (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x], optimized)
+        (got,) = run(gm, x)
         same(got, wanted.float(), 1e-6)
 
 
@@ -130,18 +137,28 @@ def test_a_bias_that_is_computed_after_dynamic_rows():
 
 
 @needs_vnni
-def test_a_dynamic_row_with_a_range_beyond_float32():
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_dynamic_row_with_a_range_beyond_float32(run):
     gm = dynamic_layer(-1, symmetric=False, bias=False)
     gm.steps.mul_(1e-3)
     x = normal(4, 32)
     x = x / x.abs().amax(1, keepdim=True) * 3.3e38
-    (got,) = run_onnxruntime(write_onnx(gm, [x]).model, [x])
+    (got,) = run(gm, x)
     assert sqnr(x.double() @ (gm.q.double() * gm.steps.double()[:, None]).T, got.double()) > 35
 
 
 def test_layers_on_a_dynamic_range_are_refused_for_other_weights():
     with pytest.raises(NotInOnnx, match="its weight has a zero point, or is per block, or is not quantized"):
         write_onnx(dynamic_layer(-1, symmetric=False, zero=3), [normal(4, 32)])
+
+
+@needs_vnni
+def test_openvino_computes_with_weights_that_have_zero_points_beside_a_dynamic_range():
+    """In float, but right."""
+    plain, shifted = (dynamic_layer(-1, symmetric=False, bias=False, zero=zero) for zero in (0, 3))
+    x = normal(4, 32)
+    (got,), (without,) = (RUNS["openvino"](gm, x) for gm in (shifted, plain))
+    same(without - got, 3 * x.double().sum(1, keepdim=True).float() * plain.steps, 1e-2)
 
 
 @pytest.mark.parametrize(("axis", "block", "scales"), [(1, 4, (9, 3)), (0, None, (9,))])

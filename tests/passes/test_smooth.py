@@ -10,6 +10,7 @@ from torch import nn
 
 import fxq
 from fxq.backends.by_name import unavailable
+from fxq.backends.engines.openvino import Openvino
 from fxq.common.metrics import sqnr
 from fxq.graph.info import info
 from fxq.graph.query import is_op, plan_of
@@ -140,8 +141,10 @@ def peaks():
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto", "openvino"])
 def test_a_layer_that_measures_its_tokens(backend):
+    if why := unavailable(backend):
+        pytest.skip(why)
     model, data, fresh = peaks(), tokens(16), tokens(17)[16][:, 1:]
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage").without_pass("correct-bias")
     static, per_row = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
@@ -153,14 +156,23 @@ def test_a_layer_that_measures_its_tokens(backend):
     assert per_row.qparams()["down"].weight.dtype == torch.int8
 
 
+class WithoutDynamicRanges(Openvino):
+    """An engine whose kernels have static ranges only."""
+
+    name = "without_dynamic_ranges"
+    dynamic_layers = frozenset()
+
+
 @pytest.mark.slow
 def test_a_backend_that_measures_nothing_leaves_the_layer_in_float():
     if why := unavailable("openvino"):
         pytest.skip(why)
-    qmodel = fxq.quantize(peaks(), fxq.Recipe.static(backend="openvino", optimize="coverage"), data=tokens(16))
+    recipe = fxq.Recipe.static(backend=WithoutDynamicRanges, optimize="coverage")
+    qmodel = fxq.quantize(peaks(), recipe, data=tokens(16))
     (entry,) = qmodel.ledger.where(path="down")
     assert (entry.precision, entry.kind) == ("float", "unsupported")
-    assert "one grid for all tokens gives" in entry.reason and "openvino has no kernels with dynamic" in entry.reason
+    assert "one grid for all tokens gives" in entry.reason
+    assert "without_dynamic_ranges has no kernels with dynamic" in entry.reason
     assert [entry.precision for entry in qmodel.ledger.where(path="up")] == ["int8"]
     assert "choose_scale" not in str(qmodel.history["fallback"])  # nothing is measured for floats
 

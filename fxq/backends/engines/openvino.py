@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends import cpu
+from fxq.backends.base import Support
 from fxq.backends.engine import EngineKernel, import_engine
 from fxq.backends.engine_layers import kind_of
 from fxq.backends.engines.moves import convert_before_moves
@@ -160,6 +161,7 @@ class Openvino(OnnxBackend):
     other_ops: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
+    dynamic_layers: ClassVar[frozenset[str]] = frozenset({"linear"})
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Reason why the engine does not run a node; None if it runs.
@@ -185,6 +187,13 @@ class Openvino(OnnxBackend):
         if calls[0].op.name not in OPS.family("conv_transpose") or config.activation is None or not cpu.has_vnni():
             return config
         return replace(config, activation=replace(config.activation, signed=True, symmetric=True))
+
+    def supports(self, gm: fx.GraphModule, node: fx.Node, calls: Calls, config: QuantConfig) -> Support:
+        """How many ops of a unit OpenVINO runs on integers; beside dynamic ranges, weights must be symmetric."""
+        is_dynamic = config.activation is not None and config.activation.range == "dynamic"
+        if is_dynamic and config.weight is not None and not config.weight.symmetric:
+            return Support(0, f"{self.name} computes dynamic ranges beside symmetric weights only")
+        return super().supports(gm, node, calls, config)
 
     def adds_in_int16(self, calls: Calls) -> bool:
         """Whether the unit is a layer on a CPU without VNNI, except depthwise convolutions."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.backends.base import Support
-from fxq.backends.engine import EngineBackend, EngineKernel, profile_runs
+from fxq.backends.engine import EngineBackend, EngineKernel, kind_of_grid, profile_runs
 from fxq.backends.kernel import Kernel
 from fxq.backends.loops.code.compiler import has_memory, loops, missing
 from fxq.backends.loops.jit_units import JitUnits
@@ -126,8 +126,8 @@ _TIMED_ROUNDS = 2
 
 
 def _options_without_grids(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of options, without the values of scales and zero points."""
-    return [(name, "" if name in ("scale", "zero_point") else repr(value)) for name, value in options.items()]
+    """Names and values of options; of a scale or zero point only whether it is a number or a node."""
+    return [(name, repr(kind_of_grid(name, value))) for name, value in options.items()]
 
 
 def _region_refusal(gm: fx.GraphModule, region: Region) -> NotPlannedError | None:

@@ -1,16 +1,19 @@
 """The openvino backend alone."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxq
 from fxq.backends import cpu
 from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_model, read_model
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
+from fxq.ops import OPS
+from tests.support.machine import needs_vnni
 
 pytestmark = pytest.mark.any_cpu
 
@@ -130,3 +133,74 @@ def test_both_directions_of_a_recurrent_layer_are_right(kind):
     with torch.no_grad():
         torch.testing.assert_close(q(x), model(x), rtol=0, atol=1e-4)
         torch.testing.assert_close(q(x[:2]), model(x[:2]), rtol=0, atol=1e-4)
+
+
+class Attention(nn.Module):
+    """Attention under a mask, whose layers read tokens of widely different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, mask):
+        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return self.out(attended)
+
+
+@needs_vnni
+@pytest.mark.parametrize(
+    "spec",
+    [
+        fxq.TensorSpec(per="row", range="dynamic"),
+        fxq.TensorSpec(per="row", range="dynamic", symmetric=True),
+        fxq.TensorSpec(range="dynamic"),
+        fxq.TensorSpec(bits=7, range="dynamic"),
+    ],
+    ids=["row", "symmetric row", "tensor", "7 bits"],
+)
+def test_linear_layers_with_dynamic_ranges(spec):
+    """Against the qdq graph in torch; OpenVINO's own report says that the layers ran on integers."""
+    torch.manual_seed(0)
+    size = torch.tensor([[1.0], [9.0], [0.1], [3.0], [0.0]])
+    model, inputs = Attention().eval(), (size * torch.randn(2, 5, 32), torch.rand(2, 1, 5, 5) > 0.3)
+    results = {}
+    for backend in ("openvino", "reference"):
+        recipe = fxq.Recipe.dynamic(backend=backend, optimize="coverage", activation=spec)
+        results[backend] = fxq.quantize(model, recipe, example_inputs=inputs)
+    q, reference = results["openvino"], results["reference"]
+    assert [entry.precision for entry in q.ledger.where(op="linear")] == ["int8"] * 4
+    (kernel,) = (module for module in q.modules() if isinstance(module, OpenvinoKernel))
+    products = [layer.dtype for layer in kernel.layers(*inputs) if layer.op.startswith("FullyConnected")]
+    assert len(products) == 4 and set(products) <= {"uint8", "int8"}
+    with torch.no_grad():
+        assert sqnr(reference(*inputs), q(*inputs)) > 55
+        assert abs(sqnr(model(*inputs), q(*inputs)) - sqnr(model(*inputs), reference(*inputs))) < 0.5
+
+
+def test_attention_under_a_mask_is_one_layer():
+    torch.manual_seed(0)
+    values, mask = [torch.randn(2, 4, 16, 8) for _ in range(3)], torch.rand(2, 1, 16, 16) > 0.3
+    graph = fx.Graph()
+    read = [graph.placeholder(name) for name in ("q", "k", "v", "mask")]
+    graph.output(graph.call_function(OPS["scaled_dot_product_attention"].target, tuple(read)))
+    written = write_onnx(fx.GraphModule({}, graph), [*values, mask], for_openvino=True)
+    ops = [layer.op for layer in OpenvinoKernel.profile(written.model, [*values, mask])]
+    assert "Softmax" not in ops and "Subgraph" in ops
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "changes", "reason"),
+    [
+        (nn.Conv2d(3, 8, 3), (1, 3, 8, 8), {}, "has no kernels with dynamic ranges for conv2d"),
+        (nn.Linear(8, 8), (5, 8), {"weight": fxq.TensorSpec(signed=True, per="channel", observer="minmax")},
+         "computes dynamic ranges beside symmetric weights only"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_measure_stays_in_float(layer, shape, changes, reason):
+    recipe = fxq.Recipe.dynamic(backend="openvino", optimize="coverage")
+    recipe = replace(recipe, config=replace(recipe.config, **changes))
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        q = fxq.quantize(nn.Sequential(layer).eval(), recipe, example_inputs=torch.randn(shape))
+    (entry,) = q.ledger
+    assert entry.precision == "float" and reason in entry.reason

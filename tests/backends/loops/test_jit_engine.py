@@ -19,6 +19,7 @@ from fxq.backends.loops import jit_engine
 from fxq.backends.loops.jit_engine import JitKernel
 from fxq.common.metrics import sqnr
 from fxq.graph.query import submodule
+from fxq.ops import OPS
 from tests.support.graphs import equal
 from tests.support.machine import quiet
 from tests.support.models import settled
@@ -446,3 +447,13 @@ def test_two_hundred_layers():
         q = quantized(model, x)
     (kernel,) = kernels(q)
     assert sqnr(form(kernel)(x), q(x)) > 20  # one step of a grid more or less goes through all the others
+
+
+def test_that_a_layer_with_a_dynamic_range_is_no_step_says_nothing_about_one_with_a_static_range():
+    recipe = fxq.Recipe.static(backend="reference", optimize="coverage")
+    dynamic = fxq.Recipe.dynamic().config
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).eval()
+    q = fxq.quantize(model, recipe.override("0", dynamic), data=[torch.randn(4, 16)])
+    first, second = (node for node in q.graph.nodes if node.target is OPS["linear"].target)
+    backend = jit_engine.Jit()
+    assert (backend.takes(q, first), backend.takes(q, second)) == (False, True)
