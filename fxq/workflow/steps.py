@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -81,35 +81,73 @@ def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pas
     return line[:calibrated], line[calibrated:lowered], line[lowered:]
 
 
+@dataclass
+class SharedGraphs:
+    """Graphs of one model that is prepared for several backends, as far as they do not depend on the backend.
+
+    Attributes:
+        traced: pipeline after tracing; None before the first backend.
+        canonical: pipeline before fusion; None before the first backend.
+        checked: graphs with observers that were compared with the model.
+    """
+
+    traced: PassManager | None = None
+    canonical: PassManager | None = None
+    checked: list[fx.GraphModule] = field(default_factory=list)
+
+    def is_checked(self, gm: fx.GraphModule) -> bool:
+        """Whether an equal graph was compared with the model."""
+        return any(same_graph(graph, gm, facts=False) for graph in self.checked)
+
+
 def prepared(
-    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, sibling: ObservedModel | None = None
+    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, shared: SharedGraphs | None = None
 ) -> ObservedModel:
     """Prepare a model for one backend, see `fxq.prepare`.
 
-    If `sibling` is the model prepared for another backend, its traced graph is reused: fxq's own passes up to there do
-    not depend on the backend.
+    Args:
+        model: the model.
+        recipe: the recipe.
+        example_inputs: one batch of inputs.
+        observe_all: as in `fxq.prepare`.
+        shared: graphs of the model for other backends, with recipes that differ in nothing else.
     """
     before, _, _ = phases(recipe)
+    shared = SharedGraphs() if shared is None else shared
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
-    if sibling is not None and all(map(is_own, before[:count])):
-        start = _fork_for(sibling.traced, recipe)
+    if shared.traced is not None:
+        start = _fork_for(shared.traced, recipe)
     else:
         start = manager_for(model, recipe, example_inputs)
-        if not any(step.gives >= Stage.OBSERVED for step in before):
-            left = recipe.pipeline[len(before) :]
-            later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
-            why = f"{left[0].name} needs observers and comes before it" if later else "insert-observers was removed"
-            raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
+        _check_observes(recipe)
         start.run(before[:count])
-    manager = start.fork()
-    manager.run(before[count:fused])
+        shared.traced = start if all(map(is_own, before[:count])) else None
+    if shared.canonical is not None:
+        manager = _fork_for(shared.canonical, recipe)
+    else:
+        manager = start.fork()
+        manager.run(before[count:fused])
+        shared.canonical = manager.fork() if all(map(is_own, before[:fused])) else None
     unfused = nodes_of(manager.gm.graph)
     configs = (recipe.config, *(config for _, config in recipe.overrides))
     specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]
     observers = dict.fromkeys(spec.observer for spec in specs if spec.range == "calibrated")
     manager.run([ObserveAll(tuple(observers))] if observe_all else before[fused:])
-    manager.check_float()
+    if not shared.is_checked(manager.gm):
+        manager.check_float()
+        shared.checked.append(manager.gm)
     return ObservedModel.from_manager(manager, start, unfused)
+
+
+def _check_observes(recipe: Recipe) -> None:
+    """Raise `RecipeError` if no pass before calibration inserts observers."""
+    before, _, _ = phases(recipe)
+    if any(step.gives >= Stage.OBSERVED for step in before):
+        return
+    left = recipe.pipeline[len(before) :]
+    later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+    why = f"{left[0].name} needs observers and comes before it" if later else "insert-observers was removed"
+    raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
 
 
 def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager:
