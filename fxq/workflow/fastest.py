@@ -327,7 +327,7 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
         close = {i: call for i, call in calls.items() if seconds[i] <= limit}
         times_us = {i: 1e6 * first for i, first in seconds.items()} | _least_times(close, threads)
         for i, us in times_us.items():
-            candidates[i].time_estimate = Estimate(us, trials[i].least_share)
+            candidates[i].time_estimate = Estimate(us, trials[i].least_share, trials[i].share_bound)
 
 
 def _least_times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:

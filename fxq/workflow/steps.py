@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import fx, nn
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
+from fxq.backends.engine import EngineBackend, RegionTimes
 from fxq.backends.lower_graph import lowered_copy
 from fxq.calibration.calibration_state import summary
 from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
@@ -317,6 +318,24 @@ class Trial:
     lowered: fx.GraphModule
     manager: PassManager
 
+    @cached_property
+    def _integer_times(self) -> list[RegionTimes] | None:
+        """Profiles of the graph's regions on integers; None if the backend is no engine, or has prices of its own."""
+        backend = self.manager.context.backend
+        if not isinstance(backend, EngineBackend) or type(backend).prices is not EngineBackend.prices:
+            return None
+        return backend.integer_times(self.manager.gm)
+
+    def share_bound(self) -> float:
+        """Lower bound of `least_share` for which nothing is timed in float; 0 if unknown.
+
+        It is reached if all nodes but large layers, which would not be faster in float, took no time.
+        """
+        backend = self.manager.context.backend
+        if not isinstance(backend, EngineBackend) or not backend.large_layers_gain or self._integer_times is None:
+            return 0.0
+        return backend.share_of_large_layers(self.manager.gm, self._integer_times)
+
     def least_share(self) -> float:
         """Share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
@@ -325,7 +344,10 @@ class Trial:
         """
         gm, context = self.manager.gm, self.manager.context
         prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
-        prober.own = context.backend.prices(gm, context.example)
+        if isinstance(context.backend, EngineBackend) and self._integer_times is not None:
+            prober.own = context.backend.prices_beside(gm, self._integer_times)
+        else:
+            prober.own = context.backend.prices(gm, context.example)
         share, floats = least_share(gm, prober)
         if prober.own is None or not floats or share * MIN_PRICED_GAIN > 1:
             return share

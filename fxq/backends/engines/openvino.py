@@ -160,6 +160,7 @@ class Openvino(OnnxBackend):
     other_ops: ClassVar[frozenset[str]] = frozenset(
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
+    large_layers_gain: ClassVar[bool] = True
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:
         """Reason why the engine does not run a node; None if it runs.
