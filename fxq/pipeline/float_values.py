@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, first_of, place_in, samples_in
+from fxq.common.free_memory import free_bytes
 from fxq.common.isolation import copied, seeded
-from fxq.common.memory import free_bytes
 from fxq.common.metrics import tensors
 from fxq.graph.analysis.expressions import Expressions
 from fxq.graph.analysis.mutation import changes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxq.common import memory
+from fxq.common import free_memory
 
 MACHINE = 1000 * 4096
 
@@ -22,22 +22,22 @@ MACHINE = 1000 * 4096
 )
 def test_a_limit_counts_and_not_what_the_host_has(tmp_path, monkeypatch, files, wanted):
     monkeypatch.setattr(
-        memory.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__, raising=False
+        free_memory.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__, raising=False
     )
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert memory.free_bytes(tmp_path) == wanted
+    assert free_memory.free_bytes(tmp_path) == wanted
 
 
 def test_systems_that_do_not_tell(tmp_path, monkeypatch):
     def unknown(name):
         raise ValueError(f"unrecognized configuration name: {name}")
 
-    monkeypatch.setattr(memory.os, "sysconf", unknown, raising=False)
-    assert memory.free_bytes(tmp_path) is None
-    monkeypatch.delattr(memory.os, "sysconf")
-    assert memory.free_bytes(tmp_path) is None
+    monkeypatch.setattr(free_memory.os, "sysconf", unknown, raising=False)
+    assert free_memory.free_bytes(tmp_path) is None
+    monkeypatch.delattr(free_memory.os, "sysconf")
+    assert free_memory.free_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("3000")
     (tmp_path / "memory.current").write_text("1000")
-    assert memory.free_bytes(tmp_path) == 2000
+    assert free_memory.free_bytes(tmp_path) == 2000
