@@ -20,7 +20,7 @@ from fxq.graph.unit import calls_of
 from fxq.ledger.output_check import add_output
 from fxq.paired.estimate import MIN_PART_VALUES, PARTS, ShrunkMean, WaitingPairs
 from fxq.paired.gate_errors import GateErrors, see_gates
-from fxq.paired.paired_run import PairedRun, float_side, integer_side
+from fxq.paired.paired_run import PairedRun, WeightValues, float_side, integer_side
 from fxq.pipeline.context import Context
 from fxq.pipeline.float_values import LayerValues
 from fxq.quant.spec import QuantConfig
@@ -128,9 +128,10 @@ class CorrectBias(Pass):
         layers: Mapping[fx.Node, _Layer],
     ) -> None:
         """Fit layers to more samples."""
+        weights = WeightValues()
         with progress_bar("correcting", len(pieces), rewriter.context.progress) as advance:
             for batch in pieces:
-                _fit(rewriter.gm, batch, layers, floats)
+                _fit(rewriter.gm, batch, layers, floats, weights)
                 advance()
 
     def _validated(
@@ -318,12 +319,18 @@ def _moments(rows: Tensor, parts: int, counts: Tensor | None) -> tuple[Tensor, T
     return mean[:, 0, :, 0].double(), variance.double()
 
 
-def _fit(gm: fx.GraphModule, batch: Batch, layers: Mapping[fx.Node, _Layer], floats: LayerValues) -> None:
+def _fit(
+    gm: fx.GraphModule,
+    batch: Batch,
+    layers: Mapping[fx.Node, _Layer],
+    floats: LayerValues,
+    weights: WeightValues,
+) -> None:
     """Run the float and the integer form on a batch, so that the layers are fitted to it."""
     with_tokens = [node for node, layer in layers.items() if layer.axis == -1]
     see = {node: layer.see for node, layer in layers.items()}
     correct = {node: layer.correct for node, layer in layers.items()}
-    run = PairedRun.with_float_form(gm, [batch], with_tokens, floats, (), see, correct)
+    run = PairedRun.with_float_form(gm, [batch], with_tokens, floats, (), see, correct, weights=weights)
     for node, layer in layers.items():
         layer.used = run.used[0].get(node)
     run.run()

@@ -7,10 +7,10 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -142,6 +142,13 @@ def is_channels_last(value: Any) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
+class RegionTimes(NamedTuple):
+    """Region that an engine runs, with the microseconds of its nodes on integers."""
+
+    region: Region
+    us: Mapping[fx.Node, float]
+
+
 class EngineBackend(Backend):
     """Backend of an engine that compiles or interprets whole regions.
 
@@ -157,6 +164,7 @@ class EngineBackend(Backend):
             float.
         dynamic_layers: layers that run on integers with dynamic ranges.
         table_ops: ops such as embedding that compute in float, with a table that the engine keeps in int8.
+        large_layers_gain: whether large layers, see `share_of_large_layers`, are always faster on integers.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -168,6 +176,7 @@ class EngineBackend(Backend):
     float_output_ops: ClassVar[frozenset[str]] = frozenset()
     dynamic_layers: ClassVar[frozenset[str]] = frozenset()
     table_ops: ClassVar[frozenset[str]] = frozenset()
+    large_layers_gain: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._refused: dict[str, str | None] = {}
@@ -258,20 +267,26 @@ class EngineBackend(Backend):
 
     def prices(self, gm: fx.GraphModule, example: Batch) -> Prices:
         """Prices from profiles of each whole region, in float and on integers."""
+        return self.prices_beside(gm, self.integer_times(gm))
+
+    def integer_times(self, gm: fx.GraphModule) -> list[RegionTimes]:
+        """Profiles of each whole region on integers. Regions that the engine does not profile are left out."""
+        profiles = ((region, self._node_times(gm, region, floats=False)) for region in self.regions(gm))
+        return [RegionTimes(region, us) for region, us in profiles if us is not None]
+
+    def share_of_large_layers(self, gm: fx.GraphModule, times: Sequence[RegionTimes]) -> float:
+        """Share of large layers in the times of all nodes: those that multiply many channels, without groups."""
+        all_us = [(node, us) for region_times in times for node, us in region_times.us.items()]
+        large_us = sum(us for node, us in all_us if self._is_large(gm, node))
+        return large_us / max(sum(us for _, us in all_us), 1e-9)
+
+    def prices_beside(self, gm: fx.GraphModule, times: Sequence[RegionTimes]) -> Prices:
+        """Prices from profiles of regions in float, and their profiles on integers."""
         costs: dict[fx.Node, Cost] = {}
         conversion_us, converted_elements = 0.0, 0
-        for region in self.regions(gm):
-            inside = fx.GraphModule(gm, region.to_graph())
-            inputs = [random_value(node) for node in region.inputs]
-            if any(x is None for x in inputs):
-                continue
-            nodes = {node.name: node for node in region.nodes}
-            try:
-                int8_us, float_us = (
-                    node_times(self.kernel.profiled(inside, inputs, floats), nodes) for floats in (False, True)
-                )
-            except Exception as error:  # whatever an engine raises: each op of the region is timed alone instead
-                log.debug("%s does not profile %s: %s", self.name, region.nodes[0].name, error)
+        for region, int8_us in times:
+            float_us = self._node_times(gm, region, floats=True)
+            if float_us is None:
                 continue
             for node in region.nodes:
                 if is_op(node, *CONVERSIONS):
@@ -281,7 +296,28 @@ class EngineBackend(Backend):
                     costs[node] = Cost(float_us.get(node, 0.0), int8_us.get(node, 0.0))
         return Prices(costs, conversion_us / converted_elements if converted_elements else CONVERSION_US_PER_ELEMENT)
 
+    def _is_large(self, gm: fx.GraphModule, node: fx.Node) -> bool:
+        """Whether a node is a layer without groups that reads and computes at least `_MIN_LARGE_CHANNELS` channels."""
+        call = next(iter(calls_of(gm, node)), None)
+        if call is None or call.op.name not in self.layers or call.options.get("groups", 1) != 1:
+            return False
+        weight = call.tensors.get(call.op.traits.weight or "")
+        shape = (info(weight).shape if isinstance(weight, fx.Node) else None) or (0,)
+        return min(shape[:2]) >= _MIN_LARGE_CHANNELS
 
+    def _node_times(self, gm: fx.GraphModule, region: Region, floats: bool) -> dict[fx.Node, float] | None:
+        """Microseconds of the nodes of a region on random inputs; None if the engine does not profile it."""
+        inside, inputs = fx.GraphModule(gm, region.to_graph()), [random_value(node) for node in region.inputs]
+        if any(x is None for x in inputs):
+            return None
+        try:
+            return node_times(self.kernel.profiled(inside, inputs, floats), {node.name: node for node in region.nodes})
+        except Exception as error:  # whatever an engine raises: each op of the region is timed alone instead
+            log.debug("%s does not profile %s: %s", self.name, region.nodes[0].name, error)
+            return None
+
+
+_MIN_LARGE_CHANNELS = 32
 CONVERSION_US_PER_ELEMENT = 3e-4
 """Microseconds to convert an element, if the engine has fused all conversions into the ops before them."""
 

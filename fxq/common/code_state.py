@@ -332,13 +332,11 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Names of globals in code, and names that it assigns; see `_globals` and `_assigned_by`."""
     own, assigned = set[str](), set[str]()
     for part in _codes(code):
-        if _NAMING.isdisjoint(part.co_code[::2]):  # decoding the instructions takes long
-            continue
-        for step in dis.get_instructions(part):
-            if step.opcode in _READS_OR_SETS_GLOBAL:
-                own.add(str(step.argval))
-            if step.opcode in _ASSIGNS:
-                assigned.add(str(step.argval))
+        for opcode, name in _naming_instructions(part):
+            if opcode in _READS_OR_SETS_GLOBAL:
+                own.add(name)
+            if opcode in _ASSIGNS:
+                assigned.add(name)
     return frozenset(own), frozenset(assigned) | _DYNAMIC.intersection(_names(code))
 
 
@@ -350,6 +348,25 @@ _READS_OR_SETS_GLOBAL = frozenset(
 )
 _NAMING = _ASSIGNS | _READS_OR_SETS_GLOBAL
 """Instructions that name a global, or assign a variable or an attribute."""
+
+
+_SHIFTED = dis.opmap["LOAD_GLOBAL"] if sys.version_info >= (3, 11) else -1
+"""Instruction whose argument is not the index of a name, but twice the index, plus a flag."""
+_CLOSURE = frozenset(number for name, number in dis.opmap.items() if name.endswith("_DEREF"))
+
+
+def _naming_instructions(code: types.CodeType) -> Iterator[tuple[int, str]]:
+    """Yield the instructions in `_NAMING`, each with its name. `dis` decodes all others, too, which takes long."""
+    opcodes = code.co_code[::2]
+    if not (_NAMING & _CLOSURE).isdisjoint(opcodes):  # their names depend on Python's version
+        yield from ((step.opcode, str(step.argval)) for step in dis.get_instructions(code) if step.opcode in _NAMING)
+        return
+    higher_bytes = 0
+    for opcode, byte in zip(opcodes, code.co_code[1::2], strict=True):
+        argument = higher_bytes | byte
+        higher_bytes = argument << 8 if opcode == dis.EXTENDED_ARG else 0
+        if opcode in _NAMING:
+            yield opcode, code.co_names[argument >> 1 if opcode == _SHIFTED else argument]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

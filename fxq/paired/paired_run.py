@@ -11,11 +11,15 @@ from torch import Tensor, fx
 
 from fxq.common.data import Batch
 from fxq.common.isolation import copied
+from fxq.common.metrics import tensors
 from fxq.graph.program import IsolatedGraph
 from fxq.graph.query import is_op, op_of, options_of
 from fxq.graph.run import Runner
 from fxq.paired.used_rows import used_rows
 from fxq.pipeline.float_values import CachedFloatForm, LayerValues, run_layer
+
+MAX_WEIGHT_BYTES = 1 << 28
+"""Memory for cached values of weights."""
 
 Start = Callable[[IsolatedGraph, Batch], Runner]
 """Function that makes the runner of a graph on a copy of a batch."""
@@ -23,6 +27,27 @@ Start = Callable[[IsolatedGraph, Batch], Runner]
 
 def _plain_run(program: IsolatedGraph, batch: Batch) -> Runner:
     return Runner(program.gm, copied(batch), program.graph, program.modules)  # it may change its inputs in place
+
+
+class WeightValues:
+    """Cache of the float values of integer weights, so that several runs of a graph compute them once.
+
+    It holds the first ones that fit in `most` bytes. What they are computed from must not change between the runs.
+    """
+
+    def __init__(self, most: int = MAX_WEIGHT_BYTES) -> None:
+        self._room, self._values = most, dict[fx.Node, Any]()
+
+    def of(self, node: fx.Node, compute: Callable[[fx.Node], Any]) -> Any:
+        """Return the cached value of a weight's node, or compute it."""
+        if node in self._values:
+            return self._values[node]
+        value = compute(node)
+        size = sum(tensor.nbytes for tensor in tensors(value)) if node.op != "get_attr" else 0
+        if 0 < size <= self._room:
+            self._room -= size
+            self._values[node] = value
+        return value
 
 
 class Side:
@@ -37,6 +62,7 @@ class Side:
         start: function that makes the runner of a batch.
         wanted: nodes whose values `value` returns.
         see: function called with every node and its value for each batch.
+        weights: cached values of weights, for several runs of the same graph.
     """
 
     def __init__(
@@ -46,8 +72,10 @@ class Side:
         start: Start = _plain_run,
         wanted: Collection[fx.Node] = (),
         see: Callable[[fx.Node, Any], None] | None = None,
+        weights: WeightValues | None = None,
     ) -> None:
         self.program, self.batches, self._start, self._see = program, batches, start, see
+        self._weights = None if program.overwrites else weights  # a weight's value may be overwritten, too
         self._rng_state, self._nodes = torch.get_rng_state(), iter(program.graph.nodes)
         self._wanted, self._waiting = set(wanted), dict[fx.Node, list[Any]]()
 
@@ -59,8 +87,9 @@ class Side:
     def step(self, node: fx.Node) -> list[Any]:
         """Run the next node for every batch, and return its values. Weights are computed only once."""
         torch.set_rng_state(self._rng_state)
-        if len(self.runs) > 1 and _is_weight(node):
-            weight = self.runs[0].compute(node)
+        if _is_weight(node) and (len(self.runs) > 1 or self._weights is not None):
+            compute = self.runs[0].compute
+            weight = compute(node) if self._weights is None else self._weights.of(node, compute)
             values = [run.put(node, weight) for run in self.runs]
         else:
             values = [run.step(node) for run in self.runs]
@@ -126,6 +155,7 @@ def integer_side(
     gm: fx.GraphModule,
     batches: Sequence[Batch],
     correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
+    weights: WeightValues | None = None,
 ) -> Side:
     """Run of a qdq graph on some batches.
 
@@ -133,12 +163,13 @@ def integer_side(
         gm: the qdq graph.
         batches: the batches.
         correct: by node, a function of the layer's output, before the ops fused to it, which returns its replacement.
+        weights: cached values of weights, for several runs of the same graph.
     """
 
     def start(program: IsolatedGraph, batch: Batch) -> Runner:
         return _CorrectedRun(program, batch, correct or {})
 
-    return Side(IsolatedGraph(gm, gm.graph), batches, start)
+    return Side(IsolatedGraph(gm, gm.graph), batches, start, weights=weights)
 
 
 class PairedRun:
@@ -173,6 +204,7 @@ class PairedRun:
         see: Mapping[fx.Node, Callable[[Tensor], object]] | None = None,
         correct: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
         at_once: int | None = None,
+        weights: WeightValues | None = None,
     ) -> PairedRun:
         """Run of a qdq graph and its float form.
 
@@ -186,10 +218,12 @@ class PairedRun:
             correct: by node, a function of the layer's output in the qdq graph, which returns its replacement. It is
                 called after `see`.
             at_once: number of samples that are searched for padding at once, see `used_rows`.
+            weights: cached values of the integer weights, for several runs of the same graph.
         """
         used = [used_rows(IsolatedGraph(gm, gm.graph), batch, tokens, at_once) for batch in batches]
         needed = list(gm.graph.nodes) if values is None else values
-        return cls(float_side(gm, batches, needed, floats, see), integer_side(gm, batches, correct), used=used)
+        compared = integer_side(gm, batches, correct, weights)
+        return cls(float_side(gm, batches, needed, floats, see), compared, used=used)
 
     def step(self, node: fx.Node) -> list[tuple[Any, Any]]:
         """Run the next node, and the reference as far as its value there.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxq.common.data import Batch, first_of, place_in, samples_in
+from fxq.common.free_memory import free_bytes
 from fxq.common.isolation import copied, seeded
 from fxq.common.metrics import tensors
 from fxq.graph.analysis.expressions import Expressions
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxq")
 
-MAX_CACHED_BYTES = 1 << 28
-"""Memory for cached outputs. Passes run recorded batches that do not fit again."""
+MIN_CACHED_BYTES, MAX_CACHED_BYTES, CACHED_SHARE = 1 << 28, 1 << 30, 8
+"""Memory for cached outputs: one in so many free bytes, within these limits. Passes run recorded batches that do not
+fit again."""
+
+
+def cached_bytes() -> int:
+    """Bytes of memory for cached outputs on this machine now."""
+    return min(max((free_bytes() or 0) // CACHED_SHARE, MIN_CACHED_BYTES), MAX_CACHED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class FloatValues:
         rows: rows per sample in the first axis of an output, by value number; 0 if it holds no samples.
     """
 
-    most: int = MAX_CACHED_BYTES
+    most: int = field(default_factory=cached_bytes)
     expressions: Expressions = field(default_factory=Expressions)
     batches: list[tuple[Batch, dict[int, Tensor]]] = field(default_factory=list)
     rows: dict[int, int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from fxq.quant.observers import MinMax
 from fxq.recipe.recipe import Recipe
 from fxq.runtime.binding import bind
 from fxq.workflow.observed_model import ObservedModel
-from fxq.workflow.steps import QdqCache, Trial, all_on_integers, converted, prepared, warn_again
+from fxq.workflow.steps import QdqCache, SharedGraphs, Trial, all_on_integers, converted, prepared, warn_again
 from fxq.workflow.time_estimate import Estimate
 
 log = logging.getLogger("fxq")
@@ -46,7 +46,7 @@ def prepared_for_recipe(
     if recipe.backend != FASTEST:
         return prepared(model, recipe, example_inputs, observe_all)
     return prepare_all(
-        recipe, device_of(model), lambda own, sibling: prepared(model, own, example_inputs, observe_all, sibling)
+        recipe, device_of(model), lambda own, shared: prepared(model, own, example_inputs, observe_all, shared)
     )
 
 
@@ -92,16 +92,14 @@ def _for_backend_of(observed: ObservedModel, recipe: Recipe | None) -> Recipe | 
     return recipe.with_backend(observed.manager.context.recipe.backend) if recipe is not None else None
 
 
-def prepare_all(
-    recipe: Recipe, device: str, prepare: Callable[[Recipe, ObservedModel | None], ObservedModel]
-) -> ObservedModel:
+def prepare_all(recipe: Recipe, device: str, prepare: Callable[[Recipe, SharedGraphs], ObservedModel]) -> ObservedModel:
     """Prepare a model for every backend that is available. The models are calibrated together and converted separately.
 
     Args:
         recipe: a recipe with `backend="fastest"`.
         device: type of the device that the model is on.
-        prepare: function that prepares the model with a recipe for one backend; its second argument is the model
-            prepared for the first backend, or None.
+        prepare: function that prepares the model with a recipe for one backend; its second argument holds the graphs
+            that the backends share.
 
     Returns:
         The model of the first backend, which holds the others. If the recipe is weight-only, which is for size, those
@@ -113,11 +111,11 @@ def prepare_all(
     absent: dict[str, str] = {}
     observed: list[ObservedModel] = []
     first_error: FxqError | None = None
+    shared = SharedGraphs()
     for name in fastest_order():
         why = unavailable(name, device)
         try:
-            sibling = observed[0] if observed else None
-            observed += [prepare(recipe.with_backend(name), sibling)] if why is None else []
+            observed += [prepare(recipe.with_backend(name), shared)] if why is None else []
         except FxqError as error:
             first_error, why = first_error or error, words_of(error)
         if why is not None:
@@ -329,7 +327,7 @@ def _add_estimates(candidates: Sequence[ObservedModel], lower: Lower, threads: i
         close = {i: call for i, call in calls.items() if seconds[i] <= limit}
         times_us = {i: 1e6 * first for i, first in seconds.items()} | _least_times(close, threads)
         for i, us in times_us.items():
-            candidates[i].time_estimate = Estimate(us, trials[i].least_share)
+            candidates[i].time_estimate = Estimate(us, trials[i].least_share, trials[i].share_bound)
 
 
 def _least_times(calls: Mapping[int, Callable[[], object]], threads: int) -> dict[int, float]:

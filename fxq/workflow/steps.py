@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import fx, nn
 import fxq.passes
 import fxq.patterns  # registers the fusion patterns
 from fxq.backends.by_name import get_backend
+from fxq.backends.engine import EngineBackend, RegionTimes
 from fxq.backends.lower_graph import lowered_copy
 from fxq.calibration.calibration_state import summary
 from fxq.calibration.hand_over import AGAIN, check_computes_alike, check_traced_alike, hand_over, nodes_of
@@ -82,35 +83,73 @@ def phases(recipe: Recipe) -> tuple[Sequence[Pass], Sequence[Pass], Sequence[Pas
     return line[:calibrated], line[calibrated:lowered], line[lowered:]
 
 
+@dataclass
+class SharedGraphs:
+    """Graphs of one model that is prepared for several backends, as far as they do not depend on the backend.
+
+    Attributes:
+        traced: pipeline after tracing; None before the first backend.
+        canonical: pipeline before fusion; None before the first backend.
+        checked: graphs with observers that were compared with the model.
+    """
+
+    traced: PassManager | None = None
+    canonical: PassManager | None = None
+    checked: list[fx.GraphModule] = field(default_factory=list)
+
+    def is_checked(self, gm: fx.GraphModule) -> bool:
+        """Whether an equal graph was compared with the model."""
+        return any(same_graph(graph, gm, facts=False) for graph in self.checked)
+
+
 def prepared(
-    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, sibling: ObservedModel | None = None
+    model: nn.Module, recipe: Recipe, example_inputs: Any, observe_all: bool, shared: SharedGraphs | None = None
 ) -> ObservedModel:
     """Prepare a model for one backend, see `fxq.prepare`.
 
-    If `sibling` is the model prepared for another backend, its traced graph is reused: fxq's own passes up to there do
-    not depend on the backend.
+    Args:
+        model: the model.
+        recipe: the recipe.
+        example_inputs: one batch of inputs.
+        observe_all: as in `fxq.prepare`.
+        shared: graphs of the model for other backends, with recipes that differ in nothing else.
     """
     before, _, _ = phases(recipe)
+    shared = SharedGraphs() if shared is None else shared
     count, fused = len(up_to(recipe, Stage.CANONICAL)), len(up_to(recipe, Stage.FUSED))
-    if sibling is not None and all(map(is_own, before[:count])):
-        start = _fork_for(sibling.traced, recipe)
+    if shared.traced is not None:
+        start = _fork_for(shared.traced, recipe)
     else:
         start = manager_for(model, recipe, example_inputs)
-        if not any(step.gives >= Stage.OBSERVED for step in before):
-            left = recipe.pipeline[len(before) :]
-            later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
-            why = f"{left[0].name} needs observers and comes before it" if later else "insert-observers was removed"
-            raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
+        _check_observes(recipe)
         start.run(before[:count])
-    manager = start.fork()
-    manager.run(before[count:fused])
+        shared.traced = start if all(map(is_own, before[:count])) else None
+    if shared.canonical is not None:
+        manager = _fork_for(shared.canonical, recipe)
+    else:
+        manager = start.fork()
+        manager.run(before[count:fused])
+        shared.canonical = manager.fork() if all(map(is_own, before[:fused])) else None
     unfused = nodes_of(manager.gm.graph)
     configs = (recipe.config, *(config for _, config in recipe.overrides))
     specs = [spec for config in configs for spec in (config.activation, config.state) if spec is not None]
     observers = dict.fromkeys(spec.observer for spec in specs if spec.range == "calibrated")
     manager.run([ObserveAll(tuple(observers))] if observe_all else before[fused:])
-    manager.check_float()
+    if not shared.is_checked(manager.gm):
+        manager.check_float()
+        shared.checked.append(manager.gm)
     return ObservedModel.from_manager(manager, start, unfused)
+
+
+def _check_observes(recipe: Recipe) -> None:
+    """Raise `RecipeError` if no pass before calibration inserts observers."""
+    before, _, _ = phases(recipe)
+    if any(step.gives >= Stage.OBSERVED for step in before):
+        return
+    left = recipe.pipeline[len(before) :]
+    later = any(step.needs < Stage.OBSERVED <= step.gives for step in left)
+    why = f"{left[0].name} needs observers and comes before it" if later else "insert-observers was removed"
+    raise RecipeError(f"the pipeline has no pass that inserts observers: {why}.")
 
 
 def observed_with(observed: ObservedModel, recipe: Recipe | None) -> PassManager:
@@ -280,6 +319,24 @@ class Trial:
     lowered: fx.GraphModule
     manager: PassManager
 
+    @cached_property
+    def _integer_times(self) -> list[RegionTimes] | None:
+        """Profiles of the graph's regions on integers; None if the backend is no engine, or has prices of its own."""
+        backend = self.manager.context.backend
+        if not isinstance(backend, EngineBackend) or type(backend).prices is not EngineBackend.prices:
+            return None
+        return backend.integer_times(self.manager.gm)
+
+    def share_bound(self) -> float:
+        """Lower bound of `least_share` for which nothing is timed in float; 0 if unknown.
+
+        It is reached if all nodes but large layers, which would not be faster in float, took no time.
+        """
+        backend = self.manager.context.backend
+        if not isinstance(backend, EngineBackend) or not backend.large_layers_gain or self._integer_times is None:
+            return 0.0
+        return backend.share_of_large_layers(self.manager.gm, self._integer_times)
+
     def least_share(self) -> float:
         """Share of its time that is left if ops run in float where that is faster; 0 if unknown.
 
@@ -288,7 +345,10 @@ class Trial:
         """
         gm, context = self.manager.gm, self.manager.context
         prober = Prober(context.backend, context.recipe, machine_costs(), measures=False)
-        prober.own = context.backend.prices(gm, context.example)
+        if isinstance(context.backend, EngineBackend) and self._integer_times is not None:
+            prober.own = context.backend.prices_beside(gm, self._integer_times)
+        else:
+            prober.own = context.backend.prices(gm, context.example)
         share, floats = least_share(gm, prober)
         if prober.own is None or not floats or share * MIN_PRICED_GAIN > 1:
             return share

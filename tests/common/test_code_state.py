@@ -1,8 +1,15 @@
 """Variables that the code of a model names outside of its modules, and which of them it reads."""
 
+import argparse
+import ast
+import dis
+import inspect
+import types
+
 import pytest
 from torch import nn
 
+from fxq.common import code_state
 from fxq.common.code_state import CodeState
 
 pytestmark = pytest.mark.any_cpu
@@ -87,3 +94,24 @@ def test_a_hook_that_only_adds_to_a_list_does_not_read_it():
     model[0].register_forward_hook(lambda module, args, result: shown[0].append(len(shown)))
     code = CodeState.of(model)
     assert not code.reads("outputs") and code.reads("shown")
+
+
+MANY_NAMES = "def f(x):\n" + "".join(f"    global n{i}\n    x.a{i} = m{i}\n    n{i} = x\n" for i in range(300))
+
+
+def functions_of(module):
+    """Code of the functions of a module, and of the methods of its classes."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    values = [value for holder in (module, *classes) for value in vars(holder).values()]
+    return [value.__code__ for value in values if isinstance(value, types.FunctionType)]
+
+
+@pytest.mark.parametrize("code", [argparse, ast, inspect, code_state, nn.modules.module, MANY_NAMES])
+def test_instructions_are_those_that_dis_decodes(code):
+    """More than 256 names need arguments of several bytes."""
+    codes = functions_of(code) if isinstance(code, types.ModuleType) else [compile(code, "", "exec").co_consts[0]]
+    assert codes
+    for of_function in codes:
+        decoded = [(step.opcode, step.argval) for step in dis.get_instructions(of_function)]
+        wanted = [step for step in decoded if step[0] in code_state._NAMING]
+        assert list(code_state._naming_instructions(of_function)) == wanted

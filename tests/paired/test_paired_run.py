@@ -1,12 +1,14 @@
 """A qdq graph beside its float form."""
 
+import pytest
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 import fxq
 from fxq.common.data import Batch
 from fxq.ops import OPS
-from fxq.paired.paired_run import PairedRun
+from fxq.paired.paired_run import PairedRun, WeightValues, integer_side
 
 
 def test_the_states_that_a_recurrent_layer_multiplies():
@@ -79,3 +81,45 @@ def test_noise_and_modules_that_keep_something_are_the_same_in_both():
     assert len({float(got.sum()) for got, _ in pairs}) == 3
     assert all(torch.equal(got, wanted) for got, wanted in pairs)
     assert leaf.seen == 0
+
+
+TWO_LAYERS = """
+x: float32[2, 3] = input()
+a_int: int8[4, 3] = tensor('a')
+a = dequantize(a_int, scale=0.5, zero_point=0)
+b_int: int8[2, 4] = tensor('b')
+b = dequantize(b_int, scale=0.25, zero_point=0)
+y = linear(x, a)
+z = linear(y, b)
+return z
+"""
+
+
+def weights_run(most, batches):
+    """Outputs of `TWO_LAYERS` for each batch, one after the other, and how often its weights are dequantized."""
+    integers = {"a": torch.arange(-6, 6, dtype=torch.int8).view(4, 3), "b": torch.ones(2, 4, dtype=torch.int8)}
+    gm, count = fxq.extend.read_graph(TWO_LAYERS, integers), 0
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            nonlocal count
+            count += getattr(function, "__name__", "").startswith("dequantize")
+            return function(*args, **(kwargs or {}))
+
+    weights, outputs = WeightValues(most), []
+    with Counting():
+        for x in batches:
+            outputs += integer_side(gm, [Batch((x,))], weights=weights).run()
+    return outputs, count
+
+
+@pytest.mark.parametrize(("most", "counts"), [(0, 6), (40, 4), (2**20, 2)])
+def test_weights_are_computed_once_if_they_fit(most, counts):
+    """The first weight has 48 bytes as float32, the second one 32."""
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    outputs, count = weights_run(most, batches)
+    a, b = torch.arange(-6.0, 6.0).view(4, 3) / 2, torch.full((2, 4), 0.25)
+    for x, got in zip(batches, outputs, strict=True):
+        torch.testing.assert_close(got, x @ a.T @ b.T, rtol=1e-6, atol=1e-6)
+    assert count == counts

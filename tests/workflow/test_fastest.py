@@ -18,6 +18,8 @@ from fxq.common.metrics import sqnr
 from fxq.cost import whole
 from fxq.cost.probe import Prober
 from fxq.graph.info import Cost, info, precision_of
+from fxq.graph.text.text_writer import write_graph
+from fxq.pipeline.manager import PassManager
 from fxq.quant.observers import MinMax
 from fxq.workflow import fastest, steps
 from fxq.workflow.steps import Trial, all_on_integers, converted
@@ -148,6 +150,43 @@ def test_a_backend_that_does_not_prepare_is_named(net):
     assert q.backend == "fbgemm" and q.attempts.where(backend="x86")[0].why == "x86 does not like it"
     with pytest.raises(fxq.InputError, match="x86 does not like it"):
         fastest.prepare_all(FASTEST, "cpu", lambda recipe, first: prepare(recipe.with_backend("x86"), first))
+
+
+@needs_fbgemm
+def test_what_does_not_depend_on_the_backend_is_prepared_once(net, monkeypatch):
+    """Passes before fusion run once, and graphs that are equal are compared with the model once."""
+    model, x = net
+    checked, check = [], PassManager.check_float
+    monkeypatch.setattr(PassManager, "check_float", lambda manager: [checked.append(manager), check(manager)])
+    observed = fxq.prepare(model, FASTEST, example_inputs=x)
+    models, names = (observed, *observed.others), [shot.name for shot in observed.history]
+    before = names[: names.index("fuse")]
+    assert {"canonicalize", "fold-batch-norm"} <= set(before)
+    for sibling in models[1:]:
+        assert [shot.name for shot in sibling.history] == names
+        assert all(sibling.history[name] is observed.history[name] for name in before)
+        assert all(sibling.history[name] is not observed.history[name] for name in names[len(before) :])
+    assert len(checked) == len({write_graph(own, facts=False) for own in models}) < len(models)
+    for own in models:
+        alone = fxq.prepare(model, own.manager.context.recipe, example_inputs=x)
+        assert write_graph(alone) == write_graph(own)
+        assert torch.equal(alone(x), own(x))
+
+
+class Counts(fxq.extend.Pass):
+    """Pass of a user before fusion that counts its runs."""
+
+    name, needs, gives = "counts", fxq.extend.Stage.CANONICAL, fxq.extend.Stage.CANONICAL
+    runs = 0
+
+    def run(self, rewriter):
+        type(self).runs += 1
+
+
+def test_passes_of_a_user_run_for_each_backend(net):
+    model, x = net
+    observed = fxq.prepare(model, FASTEST.insert_pass(Counts(), after="fold-batch-norm"), example_inputs=x)
+    assert Counts.runs == 1 + len(observed.others)
 
 
 @needs_fbgemm

@@ -68,6 +68,12 @@ class JitKernel(EngineKernel):
         reads_memory = self.form is not None and all(isinstance(x, Tensor) for x in inputs) and has_memory(*inputs)
         return super().bind(*inputs) if reads_memory else self.forward
 
+    def layers(self, *inputs: Any) -> tuple[EngineLayer, ...]:
+        """Timed steps of the program that runs for these inputs, in order."""
+        program = self._runner(inputs)
+        timed = program.timed(inputs, profile_runs()) if isinstance(program, RegionProgram) else ()
+        return tuple(_layer(step, us) for step, us in timed)
+
     @classmethod
     def profiled(
         cls, gm: fx.GraphModule, inputs: Sequence[Any], floats: bool = False, **options: Any

@@ -121,10 +121,16 @@ def graph_tensors(gm: fx.GraphModule) -> dict[str, Tensor]:
     return tensors
 
 
-def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs have the same text, facts included, and equal tensors; False if one cannot be written."""
+def same_graph(a: fx.GraphModule, b: fx.GraphModule, *, facts: bool = True) -> bool:
+    """Whether two graphs have the same text and equal tensors; False if one cannot be written.
+
+    Args:
+        a: a graph.
+        b: another one.
+        facts: whether the metadata of the nodes must be the same, too.
+    """
     try:
-        if write_graph(a) != write_graph(b):
+        if write_graph(a, facts=facts) != write_graph(b, facts=facts):
             return False
     except InputError:  # a graph cannot be written
         return False

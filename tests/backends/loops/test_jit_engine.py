@@ -269,6 +269,18 @@ def test_what_it_runs():
     assert all(layer.nodes[0] in text and layer.op in text for layer in layers)
 
 
+def test_the_program_that_runs_is_the_one_that_is_timed(monkeypatch):
+    x = image()
+    q, programs, program = quantized(nn.Conv2d(3, 16, 3), x), [], jit_engine._program
+    monkeypatch.setattr(jit_engine, "_program", lambda *args: programs.append(args) or program(*args))
+    (kernel,) = kernels(q)
+    wanted = q(x)
+    count = len(programs)
+    assert kernel.layers(x) and kernel.layers(x) and len(programs) == count
+    assert torch.equal(q(x), wanted)
+    assert kernel.layers(image(5)) and len(programs) == count + 1
+
+
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda package: None)
     with pytest.raises(fxq.BackendError, match=r"numba is not installed: pip install fxq\[jit\]"):
