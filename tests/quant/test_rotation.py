@@ -34,7 +34,7 @@ def test_an_outlier_is_divided():
 
 
 def test_the_first_rotation_in_inference_mode():
-    """The matrix that it leaves behind can be used with gradients."""
+    """The matrix of such a call is used with gradients later."""
     hadamard.cache_clear()
     with torch.inference_mode():
         rotated(torch.randn(2, 32))
