@@ -100,6 +100,8 @@ class QuantizedModel(Quantized):
 
     def _attach(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+        if _note_loaded not in self._load_state_dict_post_hooks.values():
+            self.register_load_state_dict_post_hook(_note_loaded)
 
     @property
     def _copied_attributes(self) -> dict[str, Any]:
@@ -199,9 +201,10 @@ class QuantizedModel(Quantized):
     def verify(self) -> None:
         """Verify that stored weights are unchanged, and every kernel on this machine by its output and its q/dq form.
 
-        Checksums of the weights show a write to them since `fxq.quantize`, or damaged memory. `fxq.quantize` verifies
-        kernels too, as do `fxq.load` and unpickling on another kind of machine. The inputs are random integers,
-        distributed like activations.
+        Sums over the weights of kernels, and over constants, show a write to them since `fxq.quantize` or
+        `load_state_dict`, or damaged memory; layers in float are not looked at. `fxq.quantize` verifies kernels too, as
+        do `fxq.load` and unpickling on another kind of machine. The inputs are random integers, distributed like
+        activations.
 
         Raises:
             BackendError: weights have changed, or kernels are wrong on this machine; each is named, with the reason.
@@ -210,7 +213,7 @@ class QuantizedModel(Quantized):
             >>> model = nn.Sequential(nn.Linear(16, 8), nn.ReLU()).eval()
             >>> fxq.quantize(model, "static", data=[torch.rand(4, 16)]).verify()
         """
-        verify(self, self.record.stored)
+        verify(self, self.record.stored or {})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the model to one file, for `fxq.load`. The file holds data only: loading it needs no code of the model.
@@ -439,3 +442,8 @@ def remade(root: nn.Module, graph: fx.Graph, attributes: Any, made_on: Mapping[s
     if made_on != cpu.machine():
         fit(model, made_on)
     return model.eval()
+
+
+def _note_loaded(model: QuantizedModel, _keys: Any) -> None:
+    """Take the checksums of the tensors that `load_state_dict` has just set."""
+    model.record = replace(model.record, stored=stored_checksums(model))

@@ -10,10 +10,10 @@ from torch import fx
 
 from fxq.graph.info import Decision, Plan, info
 from fxq.graph.query import argument, is_op, options_of, plan_of
-from fxq.passes.store_states import is_returned, split_slices
 from fxq.quant.rotation import MIN_ROTATED, rotation_size
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.state_readers import is_returned, split_slices
 
 _ROTATED = "stored as integers of its rotated rows, so that an outlier is divided among all values of a row"
 
@@ -56,7 +56,7 @@ def _products(keys: fx.Node) -> list[fx.Node]:
         reads: Any = user.args
         if is_op(user, "scaled_dot_product_attention") and [read is keys for read in reads[:3]] == [False, True, False]:
             products.append(user)
-        elif is_op(user, "transpose") and _swaps_last_axes(user, keys):
+        elif is_op(user, "transpose", "permute") and _swaps_last_axes(user, keys):
             products += user.users
             if not all(is_op(reader, "matmul") and argument(reader, "x") is not user for reader in user.users):
                 return []
@@ -71,11 +71,14 @@ def _has_whole_rows(part: fx.Node) -> bool:
     """Whether a slice of keys has all values of each row."""
     index, rank = options_of(part)["index"], len(info(part).shape or ())
     places = index if isinstance(index, tuple) else (index,)
+    # axes that an index leaves out are taken whole
     return all(isinstance(place, slice) for place in places) and places[rank - 1 :] in ((), (slice(None),))
 
 
 def _swaps_last_axes(node: fx.Node, x: fx.Node) -> bool:
     rank, options = len(info(x).shape or ()), options_of(node)
+    if is_op(node, "permute"):
+        return [dim % rank for dim in options["dims"]] == [*range(rank - 2), rank - 1, rank - 2]
     return {options["dim0"] % rank, options["dim1"] % rank} == {rank - 1, rank - 2}
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from fxq.graph.info import Decision, Plan, info
-from fxq.graph.query import is_op, options_of, plan_of, reads_only_metadata
+from fxq.graph.query import options_of, plan_of
 from fxq.quant.dynamic_grid import DynamicGrid
 from fxq.quant.packing import Packing
 from fxq.quant.spec import LOW_BITS, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.state_readers import is_returned, split_slices
 
 _UNPACKED = "its integers of {} bits are unpacked in each call; compiled loops read 8 and 4 bits"
 
@@ -95,20 +96,3 @@ def _store(rewriter: Rewriter, node: fx.Node, spec: TensorSpec) -> None:
     rewriter.erase(node)
     rewriter.rename(state, name)
     rewriter.erase_unused()
-
-
-def split_slices(rewriter: Rewriter, node: fx.Node) -> None:
-    """Divide each slice of a state that is returned and read by other ops into one for each purpose."""
-    for part in [user for user in node.users if is_op(user, "getitem")]:
-        if any(user.op == "output" for user in part.users) and not is_returned(part):
-            options = options_of(part)
-            read = rewriter.call("getitem", node, like=part, after=part, name=f"{part.name}_dq", **options)
-            rewriter.reroute(part, read, only=lambda user: user.op != "output")
-
-
-def is_returned(user: fx.Node) -> bool:
-    """Whether a reader of a state is the output of the model, returns it or a part of it, or reads its shape."""
-    if is_op(user, "rotate_rows"):
-        return len(user.users) > 0 and all(is_returned(reader) for reader in user.users)
-    is_slice = is_op(user, "getitem") and all(reader.op == "output" for reader in user.users)
-    return user.op == "output" or is_slice or reads_only_metadata(user)

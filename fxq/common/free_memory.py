@@ -29,7 +29,7 @@ def _of_machine() -> int | None:
 
 
 def _of_group(groups: Path) -> int | None:
-    """Bytes up to the limit of a cgroup (v2 or v1); None if it has no limit."""
+    """Bytes up to the limit of the cgroup at the mount point, as in a container (v2 or v1); None if it has no limit."""
     old = groups / "memory"
     for most, used in (
         (groups / "memory.max", groups / "memory.current"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -71,8 +71,8 @@ class FloatRecord:
         name: name of the float model's class.
         weights: checksum of each of its parameters, by name, see `checksums`.
         scaled: names in the ledger of ops whose values the quantized model has divided by factors that depend on data.
-        stored: checksum of each tensor of the quantized model's kernels and of its constants, when it was made, by
-            name.
+        stored: checksum of each tensor of the quantized model's kernels and of its constants, by name, when they were
+            last set; None for models of earlier versions.
     """
 
     values: Mapping[str, Distribution]
@@ -81,7 +81,7 @@ class FloatRecord:
     name: str
     weights: Mapping[str, int]
     scaled: tuple[str, ...] = ()
-    stored: Mapping[str, int] = field(default_factory=dict)
+    stored: Mapping[str, int] | None = None
 
 
 def record_of(

@@ -3,6 +3,9 @@
 OpenVINO runs a layer on integers if its input has a constant scale and zero point. So the model divides x by its scale
 and adds its zero point, which gives the integers as floats ("steps"), and quantizes these with scale 1 and zero point
 0. The layer multiplies the steps. Its result is scaled and corrected by the zero points afterwards.
+
+x / scale + zero_point is rounded after the sum, so that a value half-way between two integers can become the other one
+of the two than in the op `quantize`, which rounds x / scale.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class QuantizedRows(Tensor):
 
     @property
     def integers(self) -> Tensor:
-        """Integers, uint8[..., N]. If they are packed, this unpacks them."""
+        """Integers, uint8[..., N]; those of the rotated rows if `is_rotated`. If they are packed, this unpacks them."""
         return self.parts[0] if self.packing is None else self.packing.unpack_last(self.parts[0])
 
     @property
@@ -286,7 +286,8 @@ def _keeps_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     def shaped(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedRows):
             return leaf.zero_point[..., :1].expand(leaf.shape) if of_values else torch.empty(leaf.shape, device="meta")
-        return torch.empty_like(leaf, device="meta") if type(leaf) is Tensor and not of_values else leaf
+        is_replaced = type(leaf) is Tensor and not of_values and leaf.dim() > 0  # a number can be an index
+        return torch.empty_like(leaf, device="meta") if is_replaced else leaf
 
     results = func(*mapped(args, shaped), **mapped(kwargs, shaped))
     count = next(leaf.shape[-1] for leaf in leaves((args, kwargs)) if isinstance(leaf, QuantizedRows))

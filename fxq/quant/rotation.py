@@ -7,13 +7,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fxq.common.isolation import without_autocast
+
 MIN_ROTATED = 32
-"""Number of values from which on rotating them is worth it."""
+"""Minimum number of values that are worth rotating together."""
+MAX_ROTATED = 128
+"""Maximum number of values that are rotated together: the products with a larger matrix take too long."""
 
 
 def rotation_size(count: int) -> int:
-    """Number of values that are rotated together, in a row of `count` values: the largest power of two dividing it."""
-    return count & -count
+    """Number of values that are rotated together in rows of `count` values: a power of two that divides it."""
+    return min(count & -count, MAX_ROTATED)
 
 
 @lru_cache(maxsize=32)
@@ -29,9 +33,15 @@ def rotated(x: Tensor) -> Tensor:
     Products of two rotated rows are those of the rows (QuaRot: Ashkboos et al. 2024, section 4, key-value caches).
     """
     size = rotation_size(x.shape[-1])
-    pieces = x.unflatten(-1, (-1, size))
-    # A tensor that stands for values, as in torch.export, cannot be multiplied with a matrix that has some.
-    return (pieces @ hadamard(size, x.dtype, str(x.device)) if type(x) is Tensor else _by_halves(pieces)).flatten(-2)
+    if type(x) is not Tensor:  # it stands for values, and cannot be multiplied with a matrix that has some
+        return rotated_by_halves(x)
+    with without_autocast():
+        return (x.unflatten(-1, (-1, size)) @ hadamard(size, x.dtype, str(x.device))).flatten(-2)
+
+
+def rotated_by_halves(x: Tensor) -> Tensor:
+    """Compute `rotated(x)` without a matrix, for exported programs."""
+    return _by_halves(x.unflatten(-1, (-1, rotation_size(x.shape[-1])))).flatten(-2)
 
 
 def _by_halves(x: Tensor) -> Tensor:

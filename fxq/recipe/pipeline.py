@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any
 
 from rich.text import Text
@@ -120,6 +121,8 @@ def pipeline_of(preset: str, edits: Sequence[PipelineEdit] = ()) -> Pipeline:
     Raises:
         RecipeError: an unknown preset or pass, or a pass inserted twice.
     """
+    if preset not in _PIPELINES:  # a process that has only unpickled a model has not imported fxq's presets
+        import_module("fxq.passes")
     if preset not in _PIPELINES:
         raise RecipeError(unknown("preset", preset, _PIPELINES))
     pipeline = Pipeline(_PIPELINES[preset])

@@ -34,6 +34,7 @@ from fxq.graph.run import inputs_for
 from fxq.ops.states import unpack_rows
 from fxq.quant.qparams import AsPlainOps
 from fxq.quant.quantized_rows import QuantizedRows
+from fxq.quant.rotation import rotated_by_halves
 from fxq.saved.export_check import checked_batches, resized, run_graph, warn_of_fixed_sizes
 
 
@@ -135,6 +136,8 @@ def program_of(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic) -
 def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
     """Remove checks that an exported program does itself, and return objects as plain dicts, states as floats.
 
+    Rotations become sums and differences, which need no matrix.
+
     With varying sizes, the checks of sizes stay, so that `torch.export` excludes sizes that they reject. Checks of
     argument types are removed always: the program has its own.
     """
@@ -145,6 +148,8 @@ def _simplify(gm: fx.GraphModule, sizes_vary: bool) -> None:
             node.target = _fields
         elif is_op(node, "quantized_rows"):
             node.target = _state_as_floats
+        elif is_op(node, "rotate_rows"):
+            node.target = rotated_by_halves
     gm.recompile()
 
 

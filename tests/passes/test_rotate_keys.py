@@ -132,3 +132,34 @@ def test_files_take_and_return_the_keys(tmp_path):
         theirs = (*token, *map(torch.from_numpy, session.run(None, arrays)[1:]))
         assert torch.equal(ours[3].integers, wanted[3].integers) and ours[3].is_rotated
         assert torch.allclose(theirs[3], wanted[3].dequantize(), rtol=0, atol=1e-4)  # less than a hundredth of a step
+
+
+def test_keys_are_transposed_by_permute_and_read_as_a_window():
+    gm = run_pass(
+        RotateKeys(),
+        f"""{INPUTS}
+        keys: float32[1, 2, 8, 32] = append(past, new, dim=2)  # {PLAN}
+        part: float32[1, 2, 3, 32] = getitem(keys, index=(slice(None, None, None), slice(None, None, None), slice(-3, None, None)))
+        columns: float32[1, 2, 32, 3] = permute(part, dims=(0, 1, 3, 2))
+        y: float32[1, 2, 3, 3] = matmul(query, columns)
+        return (y, part)
+        """,  # noqa: E501
+    )
+    text = program(gm)
+    assert "keys: float32[1, 2, 8, 32] = rotate_rows(keys_rotated)" in text
+    assert "part: float32[1, 2, 3, 32] = getitem(keys, " in text
+    assert "part_dq: float32[1, 2, 3, 32] = getitem(keys_rotated, " in text
+    assert "columns: float32[1, 2, 32, 3] = permute(part_dq, dims=(0, 1, 3, 2))" in text
+    assert "matmul(query_rotated, columns)" in text
+
+
+@pytest.mark.filterwarnings("ignore::fxq.FxqWarning")
+def test_an_exported_program(tmp_path):
+    cache = fxq.QuantConfig(activation=None, weight=None, state=CACHE)
+    recipe = REFERENCE.override("*", fxq.FLOAT).override(fxq.by_op("append"), cache)
+    inputs = (*torch.randn(3, 2, 2, 4, 32), *torch.randn(2, 2, 2, 5, 32))
+    q = fxq.quantize(Attention().eval(), recipe, example_inputs=inputs)
+    q.export(tmp_path / "m.pt2")
+    got = torch.export.load(tmp_path / "m.pt2").module()(*inputs)
+    for ours, want in zip(got, q(*inputs), strict=True):
+        assert torch.allclose(ours, 1 * want, rtol=0, atol=1e-5)

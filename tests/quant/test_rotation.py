@@ -53,3 +53,16 @@ def test_an_exported_rotation():
     program = torch.export.export(Rotation(), (x,)).module()
     assert torch.allclose(program(x), rotated(x), rtol=0, atol=1e-6)
     assert type(hadamard(32)) is torch.Tensor
+
+
+def test_autocast_leaves_rotations_in_float32():
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = rotated(x)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got.double(), x.double() @ hadamard(64, torch.float64), rtol=0, atol=1e-5)
+
+
+def test_long_rows_are_rotated_in_parts():
+    x = torch.randn(2, 4096)
+    assert torch.allclose(rotated(x), (x.view(2, 32, 128) @ hadamard(128)).flatten(1), rtol=0, atol=1e-6)

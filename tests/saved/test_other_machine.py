@@ -20,6 +20,7 @@ from tests.support import elsewhere as other_process
 from tests.support import models
 from tests.support.graphs import equal
 from tests.support.machine import needs_x86
+from tests.support.processes import in_new_python
 
 NAMES = ["residual", "paddings", "several_inputs", "upscaler", "prelu_chain", "squeeze_excite", "in_place", "shapes"]
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -264,3 +265,35 @@ def test_a_weight_that_was_written_to_is_found(backend, tmp_path):
             copied.verify()
         stored[1, 2] ^= 4
         copied.verify()
+
+
+def test_weights_that_load_state_dict_sets_are_not_damaged(tmp_path):
+    recipe, x = fxq.Recipe.weight_only(bits=4, optimize="coverage"), torch.randn(2, 40)
+    models = [fxq.quantize(nn.Sequential(nn.Linear(40, 24)).eval(), recipe, example_inputs=x) for _ in range(2)]
+    nn.ModuleList(models[:1]).load_state_dict(nn.ModuleList(models[1:]).state_dict())  # as a part of another module
+    first, second = models
+    assert torch.equal(first(x), second(x))
+    first.verify()
+    first.save(tmp_path / "m.fxq")
+    for copied in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), fxq.load(tmp_path / "m.fxq")):
+        copied.verify()
+        copied.load_state_dict(second.state_dict())
+        copied.verify()
+
+
+def test_models_of_earlier_versions_have_no_checksums(tmp_path):
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(40, 24)).eval(), "weight_only", example_inputs=torch.randn(2, 40))
+    del qmodel.record.__dict__["stored"]
+    loaded = pickle.loads(pickle.dumps(qmodel))
+    assert loaded.record.stored is None
+    loaded.verify()
+    loaded.save(tmp_path / "m.fxq")
+    fxq.load(tmp_path / "m.fxq").verify()
+
+
+def test_a_process_that_only_unpickles_a_model_verifies_it(tmp_path):
+    qmodel = fxq.quantize(nn.Sequential(nn.Linear(40, 24)).eval(), "weight_only", example_inputs=torch.randn(2, 40))
+    (tmp_path / "m.pkl").write_bytes(pickle.dumps(qmodel))
+    program = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb')).verify(); print('verified')"
+    result = in_new_python(program, tmp_path / "m.pkl")
+    assert result.stdout.strip() == "verified", result.stderr

@@ -299,7 +299,7 @@ def _with_compute(
 def _why_converted(weight: StoredWeight) -> str:
     """Note for the ledger on a linear layer with an integer weight that is converted to floats in each call, if it is.
 
-    Small weights, and float16, are left out: it takes hardly any time there, or is not what loops are for.
+    Left out: small weights, which take little time, and float16, for which there are no loops.
     """
     if weight.values.dtype == torch.float16 or weight.numel < _MIN_NOTED_VALUES:
         return ""

@@ -72,7 +72,7 @@ def test_embeddings_keep_integer_tables():
     ("columns", "weight", "why"),
     [
         (190, WEIGHTS["8 bits"], "is not a multiple of 4 values"),
-        (24, WEIGHTS["8 bits"], "has fewer than 32 bytes"),
+        (24, WEIGHTS["8 bits"], "has fewer than 32 values"),
         (192, replace(WEIGHTS["4 bits in blocks"], per=16), "is not a multiple of 32"),
         (192, replace(WEIGHTS["8 bits"], signed=False, symmetric=False), "are unsigned or have zero points"),
     ],

@@ -153,7 +153,7 @@ def multiply(
     size = chunks * (CHUNK if kind < SIGNED4 else 2 * CHUNK)
     sums = (scales + LANES - 1) // LANES * LANES
     x = carray(x, (rows, columns))
-    in_floats, count = rows_in_floats(x, rows, columns)
+    in_floats, count = rows_in_floats(x, rows, columns, zero)
     if HAS_DIGITS and rows <= _MAX_DIGIT_ROWS and count == 0 and (is_packed or kind >= IN_UNITS):
         grids = np.zeros((rows, 2), _f)
         if _have_digits(x, columns, grids):

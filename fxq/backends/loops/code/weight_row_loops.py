@@ -22,9 +22,9 @@ _MAX_EXPONENT = 100 + 127
 """Exponent in the bits of a float from which sums of its products with integers might overflow."""
 _SHIFT_ERROR = 2.0**-23
 """Relative error of a zero point that was multiplied by its scale, which is rounded."""
-_LARGEST_TO_ROOT = 16
-"""Largest value of a row relative to the mean magnitude of the others times the root of their number: products of
-larger ones with the zero points cancel, with an error that is visible in the result."""
+_MAX_OUTLIER_RATIO = 64
+"""Limit on max|x| * sqrt(n) / (sum of the other |x|) for a row of n values: above it, the products of the largest value
+with integers and zero points cancel, with an error that is visible in the result."""
 
 
 @helper
@@ -110,16 +110,19 @@ def row_as_floats(source, scale, offset, zero, kind, columns, row_bytes, block, 
 
 
 @helper
-def needs_floats(x, columns):
+def needs_floats(x, columns, zero):
     """Whether a row of the input is multiplied by the values of the weight, instead of its integers and zero points.
 
-    That is the case if their sums might overflow, or lose what is small by cancelling, or if a value is not finite.
+    That is the case if their sums might overflow, if a value is not finite, or, for weights with zero points (`zero` is
+    not 0), if they lose what is small by cancelling.
     """
     bits, largest = x.view(np.int32), np.int32(0)
     for j in range(columns):  # the bits of positive floats are ordered as the floats
         largest = max(largest, bits[j] & np.int32(0x7FFFFFFF))
     if largest >> np.int32(23) >= _MAX_EXPONENT:
         return True
+    if zero == 0:
+        return False
     lanes, done = np.zeros(LANES, _f), columns // LANES * LANES
     for j in range(0, done, LANES):
         for i in range(LANES):
@@ -132,15 +135,15 @@ def needs_floats(x, columns):
     of_largest = np.empty(1, np.int32)
     of_largest[0] = largest
     top = np.float64(of_largest.view(np.float32)[0])
-    return top * np.sqrt(np.float64(columns)) > _LARGEST_TO_ROOT * (total - top)
+    return top * np.sqrt(np.float64(columns)) > _MAX_OUTLIER_RATIO * (total - top)
 
 
 @helper
-def rows_in_floats(x, rows, columns):
+def rows_in_floats(x, rows, columns, zero):
     """Which rows of the input `needs_floats` selects, and their number."""
     in_floats, count = np.zeros(rows, np.bool_), 0
     for r in range(rows):
-        in_floats[r] = needs_floats(x[r], columns)
+        in_floats[r] = needs_floats(x[r], columns, zero)
         count += in_floats[r]
     return in_floats, count
 
