@@ -408,7 +408,7 @@ MAX_TIE_RATIO = 1.1
 """Time relative to the fastest backend up to which an earlier backend is preferred."""
 MAX_FIRST_RATIO, MIN_FIRST_SECONDS = 4.0, 0.1
 """Time of a first call, relative to the shortest and in seconds, above which a model is not timed again."""
-MIN_LATE_SPEEDUP = 1.5
+MIN_LATE_SPEEDUP = 1.25
 """Speedup over the fastest model that a backend must promise to be converted after it was left out of the calibration:
 times of one model vary by less, and it only has the recorded samples to calibrate with."""
 
