@@ -68,4 +68,5 @@ def test_several_programs_of_which_one_has_a_state():
     model = module(forward, layer=nn.Linear(16, 16)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxqWarning)
-        fxq.quantize(model, weight_only(CACHE), example_inputs=[{"x": X}, {"x": X, "past": PAST}])
+        qmodel = fxq.quantize(model, weight_only(CACHE), example_inputs=[{"x": X}, {"x": X, "past": PAST}])
+    assert isinstance(qmodel(x=X, past=PAST), fxq.results.QuantizedRows) and type(qmodel(x=X)) is torch.Tensor
