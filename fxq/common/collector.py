@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,9 +11,14 @@ MIN_NEW_OBJECTS = 10_000
 """New objects after which the youngest ones are searched for garbage."""
 
 _MAX_GROWTH = 1.25
-"""Number of objects relative to that after the last full search, above which all are searched again."""
-_count_after_search = 0
-"""Number of objects after the last search of all, or at the start of the first context."""
+"""Memory blocks relative to those after the last full search, above which all objects are searched again."""
+_blocks_after_search = 0
+"""Memory blocks of Python's allocator after the last full search, or at the start of the first context.
+
+Their number is known at once, that of objects is not: the collector would count them one by one.
+"""
+_caller_freezes = False
+"""Whether the caller has ever frozen objects, which is not asked again: the collector counts them one by one, too."""
 
 
 @contextmanager
@@ -23,21 +29,20 @@ def new_objects_collected() -> Iterator[None]:
     libraries and of the float model, too. Nothing changes if the caller has frozen objects itself (`gc.freeze`), or has
     turned the collector off. What a caller freezes or sets inside of the context is undone at its end.
 
-    Python does not count the objects of earlier contexts as new, so that it might never search all objects: once they
-    are a quarter more than after the last full search, the next context begins with one.
+    Python does not count the objects of earlier contexts as new, so that it might never search all objects: once
+    their memory blocks are a quarter more than after the last full search, the next context begins with one.
     """
-    global _count_after_search
-    if gc.get_freeze_count() or not gc.isenabled():
+    global _blocks_after_search, _caller_freezes
+    _caller_freezes = _caller_freezes or gc.get_freeze_count() > 0
+    if _caller_freezes or not gc.isenabled():
         yield
         return
     before = gc.get_threshold()
-    gc.freeze()
-    if _count_after_search and gc.get_freeze_count() > _MAX_GROWTH * _count_after_search:
-        gc.unfreeze()
+    if _blocks_after_search and sys.getallocatedblocks() > _MAX_GROWTH * _blocks_after_search:
         gc.collect()
-        gc.freeze()
-        _count_after_search = 0
-    _count_after_search = _count_after_search or gc.get_freeze_count()
+        _blocks_after_search = 0
+    _blocks_after_search = _blocks_after_search or sys.getallocatedblocks()
+    gc.freeze()
     gc.set_threshold(max(before[0], MIN_NEW_OBJECTS) if before[0] else 0, *before[1:])
     try:
         yield

@@ -15,7 +15,8 @@ from fxq.common.collector import new_objects_collected
 @pytest.fixture(autouse=True)
 def nothing_frozen(monkeypatch):
     """The tests freeze the objects of imported modules, which a user's process does not."""
-    monkeypatch.setattr(collector, "_count_after_search", 0)
+    monkeypatch.setattr(collector, "_blocks_after_search", 0)
+    monkeypatch.setattr(collector, "_caller_freezes", False)
     count = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -82,6 +83,6 @@ def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(
         old = weakref.ref(Ring())
     with new_objects_collected():
         assert old() is not None
-    monkeypatch.setattr(collector, "_count_after_search", collector._count_after_search // 2)
+    monkeypatch.setattr(collector, "_blocks_after_search", collector._blocks_after_search // 2)
     with new_objects_collected():
         assert old() is None
