@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import resource
 import sys
@@ -30,7 +29,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from torch import Tensor
 
 import fxq
 from scripts.bench import history
+from scripts.bench.int4_contenders import CONTENDERS, Contender
 from scripts.bench.timing import threads_set_to
 from scripts.networks.int4_subjects import NOT_INSTALLED, SUBJECTS, Subject
 from scripts.networks.language import perplexity
@@ -120,78 +119,10 @@ def searched(budget: str) -> Callable[[Subject], Any]:
     return quantized
 
 
-class OpenVinoModel:
-    """Model of OpenVINO that is called like one of transformers; it computes in float32.
-
-    Attributes:
-        bits: mean bits per value of its integer weights.
-    """
-
-    def __init__(self, model: Any) -> None:
-        import openvino
-
-        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-        self._compiled, self.bits = openvino.compile_model(model, "CPU", options), bits_in_openvino(model)
-
-    def __call__(self, rows: Tensor) -> Any:
-        return SimpleNamespace(logits=torch.from_numpy(self._compiled(rows.numpy())[0]))
-
-
 def outputs(model: Any, rows: Tensor) -> Tensor:
     """Output of a model, or its logits."""
     value = model(rows)
     return value if isinstance(value, Tensor) else value.logits
-
-
-def bits_in_openvino(model: Any) -> float:
-    """Mean bits per value of the integer weights of a model of OpenVINO, with their scales and zero points."""
-
-    def constants(node: Any) -> Iterator[Any]:
-        if node.get_type_name() == "Constant":
-            yield node
-        elif node.get_type_name() in ("Convert", "Subtract", "Multiply", "Reshape"):
-            for value in node.input_values():
-                yield from constants(value.get_node())
-
-    bits, values = 0, 0
-    for scaling in (op for op in model.get_ops() if op.get_type_name() == "Multiply"):
-        parts = [(part.get_element_type(), math.prod(part.get_output_shape(0))) for part in constants(scaling)]
-        if any(kind.get_type_name() in ("u4", "i4", "u8", "i8") for kind, _ in parts):
-            bits += sum(kind.bitwidth * size for kind, size in parts)
-            values += max(size for _, size in parts)
-    return bits / values
-
-
-def in_nncf(**options: Any) -> Callable[[Subject], Any]:
-    """NNCF's default for 4 bits with blocks of 64, asymmetric, in its OpenVINO backend.
-
-    Args:
-        options: options of `nncf.compress_weights` that read data; without any, there is none.
-    """
-
-    def quantized(subject: Subject) -> Any:
-        import nncf
-        import openvino
-
-        class Logits(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = subject.model
-
-            def forward(self, rows: Tensor) -> Any:
-                if not subject.is_transformers_model:
-                    return self.model(rows)
-                return self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
-
-        converted = openvino.convert_model(Logits().eval(), example_input=subject.calibration[:2])
-        dataset = nncf.Dataset([row[None].numpy() for row in subject.calibration]) if options else None
-        return OpenVinoModel(
-            nncf.compress_weights(
-                converted, mode=nncf.CompressWeightsMode.INT4_ASYM, group_size=64, dataset=dataset, **options
-            )
-        )
-
-    return quantized
 
 
 VARIANTS: dict[str, Callable[[Subject], Any]] = {
@@ -209,8 +140,7 @@ VARIANTS: dict[str, Callable[[Subject], Any]] = {
     "fxq int4, blocks of 128, data": plain(4, 128, reads_data=True),
     "fxq int4, blocks of 32, data": plain(4, 32, reads_data=True),
     "fxq int8": plain(8, None, reads_data=False),
-    "NNCF int4": in_nncf(),
-    "NNCF int4, scale estimation": in_nncf(scale_estimation=True),
+    **CONTENDERS,
 }
 """Functions that quantize a subject, by name."""
 
@@ -238,7 +168,7 @@ MEASURES: dict[str, Callable[[Any, Any, Tensor], float]] = {"KL": divergence, "1
 
 def stored_bits(quantized: Any) -> float | None:
     """Mean bits per value of integer weights of a model, shared ones counted once; None if it has none."""
-    if isinstance(quantized, OpenVinoModel):
+    if isinstance(quantized, Contender):
         return quantized.bits
     # all programs of a language model share their weights
     program = quantized.programs.models[0] if hasattr(quantized, "programs") else quantized
