@@ -1,9 +1,11 @@
-"""Contenders of `scripts.bench.int4`: 4-bit weights as NNCF, HQQ and AutoRound round them with their defaults."""
+"""Contenders of `scripts.bench.int4`: 4-bit weights as NNCF, HQQ, AutoRound and GPTQModel round them with their defaults."""
 
 from __future__ import annotations
 
 import copy
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -152,6 +154,25 @@ def in_auto_round(**options: Any) -> Callable[[Subject], Contender]:
     return quantized
 
 
+def in_gptqmodel(subject: Subject) -> Contender:
+    """GPTQModel, which rounds column by column; its kernel for CPUs computes in bfloat16.
+
+    It leaves embeddings and the head in float, and takes language models of transformers alone, from a folder.
+    """
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it needs two threads, also on two cores
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    with tempfile.TemporaryDirectory() as float_folder, tempfile.TemporaryDirectory() as folder:
+        subject.model.save_pretrained(float_folder)
+        config = QuantizeConfig(bits=4, group_size=BLOCK)
+        rounding = GPTQModel.load(float_folder, config, device="cpu", dtype=torch.float32)
+        rows = subject.calibration
+        rounding.quantize([{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows])
+        rounding.save(folder)
+        model = GPTQModel.load(folder, device="cpu", backend=BACKEND.TORCH, dtype=torch.bfloat16)
+    return Contender(model.model, 4 + (16 + 4) / BLOCK)
+
+
 CONTENDERS: dict[str, Callable[[Subject], Contender]] = {
     "NNCF int4": in_nncf(),
     "NNCF int4, scale estimation": in_nncf(scale_estimation=True),
@@ -159,5 +180,6 @@ CONTENDERS: dict[str, Callable[[Subject], Contender]] = {
     "HQQ int4, all": in_hqq(all_layers=True),
     "AutoRound int4, data": in_auto_round(),
     "AutoRound int4, 20 steps, data": in_auto_round(iters=20),
+    "GPTQModel int4, data": in_gptqmodel,
 }
 """Functions that quantize a subject, by name. Packages that are not installed raise ImportError."""
