@@ -1,4 +1,4 @@
-"""Contenders of `scripts.bench.int4`: 4-bit weights as NNCF, HQQ, AutoRound and GPTQModel round them with their defaults."""
+"""Contenders of `scripts.bench.int4`: 4-bit weights as NNCF, HQQ, AutoRound and GPTQModel round them by default."""
 
 from __future__ import annotations
 
