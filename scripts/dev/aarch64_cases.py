@@ -14,10 +14,9 @@ import fxq
 from fxq.backends.loops.tokens.token_program import TokenProgram
 from fxq.backends.plain.few_rows import FewRowsProduct
 
-MAX_LOSS = 1.2
+MAX_LOSS = 1.02
 """Largest distance from the float model's result of a network that is quantized on the other machine, as a multiple of
-that of the network quantized here. Where columns of a weight compensate the errors of earlier ones, the rounding of one
-number changes all later ones."""
+that of the network quantized here. Sums in another order may round a few numbers of a weight to another integer."""
 
 
 class MaxErrors(NamedTuple):
