@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from scripts.dev import aarch64
+from fxq.backends.loops.code.compiler import loops
+from scripts.dev import aarch64, aarch64_networks
 
 FOLDER = os.environ.get("FXQ_AARCH64", "")
 
@@ -19,6 +21,19 @@ def test_networks_on_aarch64(cpu):
     command = [sys.executable, "-m", "scripts.dev.aarch64", FOLDER, "--cpu", cpu]
     done = subprocess.run(command, cwd=aarch64.CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "WRONG" not in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(loops("token_loops") is None, reason="needs Numba")
+@pytest.mark.parametrize("name", ["odd blocks and columns, weights of 3 bits", "decoder, cache of 4 bits"])
+def test_wrong_results_are_noticed(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(aarch64_networks, "CASES", {name: aarch64_networks.CASES[name]})
+    aarch64_networks.write(tmp_path)
+    assert aarch64_networks.check(tmp_path) == 0
+    stored = torch.load(tmp_path / "0.pt")
+    assert stored["calls"] > 0
+    for changed in ({"jit": stored["jit"] * 1.02}, {"reference": stored["reference"] * torch.nan}, {"calls": 0}):
+        torch.save({**stored, **changed}, tmp_path / "0.pt")
+        assert aarch64_networks.check(tmp_path) == 1
 
 
 def test_packages_on_aarch64():

@@ -24,19 +24,18 @@ from importlib.metadata import PackageNotFoundError, distribution, requires, ver
 from pathlib import Path
 from typing import Any
 
+from fxq.backends.loops.code.compiler import MODULES
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-CPU = "max,sme=off"
-"""A CPU with all instructions but SME, with which kernels of PyTorch fail under qemu 7."""
+CPU = "max,sme=off,sve-max-vq=2"
+"""A CPU with all instructions but SME, with which kernels of PyTorch fail under qemu 7. Its vectors have 256 bits, as
+those of the CPU that `_CPU_FACTS` describe: OpenBLAS chooses kernels by that, and its Cholesky factors of float32 are
+wrong where vectors are longer."""
 TORCH = "2.10.0"
 """Newest version whose wheel for aarch64 on PyPI is for CPUs only."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 TRIPLE = "aarch64-unknown-linux-gnu"
-LOOPS = (
-    "row_loops", "step_loops", "recurrent_loops", "program_loops", "few_rows_loops", "many_rows_loops", "panel_loops",
-    "split_float_loops", "pool_loops", "rounding_loops",
-)  # fmt: skip
-"""Modules of loops that the check of networks uses."""
 _PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_aarch64"]
 _CPU_FACTS = {
     "proc/cpuinfo": """processor : 0
@@ -55,10 +54,10 @@ CPU revision : 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder for Python, packages and compiled loops: 1 GiB")
+    parser.add_argument("folder", type=Path, help="a folder for Python, packages and compiled loops: 1.2 GiB")
     parser.add_argument("--cpu", default=CPU, help="CPU that qemu plays; default: %(default)s")
     parser.add_argument(
-        "--loops", default=",".join(LOOPS), help="modules of loops to compile here; default: %(default)s"
+        "--loops", default=",".join(MODULES), help="modules of loops to compile here; default: %(default)s"
     )
     options, command = parser.parse_known_args()
     if EMULATOR is None:
@@ -68,7 +67,7 @@ def main() -> None:
     machine.compile_loops(options.loops.split(","))
     if not command:
         networks, expected = "scripts.dev.aarch64_networks", str(machine.folder / "networks")
-        subprocess.run([sys.executable, "-m", networks, "write", expected], cwd=CHECKOUT, check=True)
+        _finish([sys.executable, "-m", networks, "write", expected], cwd=CHECKOUT)
         command = ["-m", networks, "check", expected]
     sys.exit(machine.run(*command).returncode)
 
@@ -88,9 +87,9 @@ class Machine:
     def build(self) -> None:
         """Fill the folder, but for what is there already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.root / "usr" / "bin" / PYTHON).exists():
+        if not self.root.exists():
             self._unpack_debian()
-        if not (self.site / "torch").exists():
+        if not self.site.exists():
             self._install_packages()
         package = self.package / "fxq"
         package.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ class Machine:
 
     def _unpack_debian(self) -> None:
         """Unpack Debian's Python and all that it needs, with a package list and a cache of its own."""
-        state = self.folder / "apt"
+        state, root = self.folder / "apt", _emptied(self.root)
         for name in ("lists/partial", "archives/partial"):
             (state / name).mkdir(parents=True, exist_ok=True)
         (state / "status").touch()
@@ -133,38 +132,41 @@ class Machine:
         }  # fmt: skip
         apt = ["apt-get", "-q", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
         wanted = [PYTHON, "libgomp1", "libstdc++6"]
-        subprocess.run([*apt, "update"], check=True)
-        subprocess.run([*apt, "install", "--download-only", "-y", "--no-install-recommends", *wanted], check=True)
+        _finish([*apt, "update"])
+        _finish([*apt, "install", "--download-only", "-y", "--no-install-recommends", *wanted])
         for file in sorted((state / "archives").glob("*.deb")):
-            subprocess.run(["dpkg-deb", "-x", str(file), str(self.root)], check=True)
+            _finish(["dpkg-deb", "-x", str(file), str(root)])
         shutil.rmtree(state)
         for name, text in _CPU_FACTS.items():
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / name).write_text(text, encoding="utf-8")
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text, encoding="utf-8")
+        root.rename(self.root)
 
     def _install_packages(self) -> None:
         """Install the packages that fxq, its loops and its tests need, in the versions that this Python has."""
         tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
         platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
         named = [f"{name}=={TORCH if name == 'torch' else version(name)}" for name in sorted(_needed())]
+        site = _emptied(self.site)
         command = [
             sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--python-version",
             f"{sys.version_info.major}.{sys.version_info.minor}", "--implementation", "cp", "--abi", tag, "--abi",
-            "abi3", "--abi", "none", *platforms, "--target", str(self.site), *named,
+            "abi3", "--abi", "none", *platforms, "--target", str(site), *named,
         ]  # fmt: skip
-        subprocess.run(command, check=True)
+        _finish(command)
+        site.rename(self.site)
 
     def compile_loops(self, modules: Sequence[str]) -> None:
         """Compile loops in this machine's Python, for the CPU that qemu plays, into the cache of the folder."""
         asked = self.run("-c", _ASK_CPU, stdout=subprocess.PIPE)
         if asked.returncode:
-            sys.exit("Python does not run under qemu")
+            sys.exit(f"{PYTHON} does not run under qemu; is {self.folder} of another version of Python?")
         name, features = json.loads(asked.stdout.splitlines()[-1])
         variables = {
             **os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "PYTHONSAFEPATH": "1",
             "FXQ_CACHE": str(self.folder / "cache"), "PYTHONPATH": os.pathsep.join(map(str, (self.package, CHECKOUT))),
         }  # fmt: skip
-        subprocess.run([sys.executable, "-c", _COMPILE.format(triple=TRIPLE), *modules], env=variables, check=True)
+        _finish([sys.executable, "-c", _COMPILE.format(triple=TRIPLE), *modules], env=variables)
 
 
 _ASK_CPU = """
@@ -195,9 +197,25 @@ library._finalize_specific = lambda _: None
 from fxq.backends.loops.code.compiler import missing
 
 for name in sys.argv[1:]:
-    print("loops for aarch64:", name, missing(name), flush=True)
+    print("loops for aarch64:", name, flush=True)
+    if reason := missing(name):
+        sys.exit(f"{{name}} cannot be compiled: {{reason}}")
 """
 """Program that compiles modules of loops for another machine: Numba's code is written to the cache, and not loaded."""
+
+
+def _finish(command: Sequence[str], **options: Any) -> None:
+    """Run a command, which says itself what is wrong; exit if it fails."""
+    if subprocess.run(command, check=False, **options).returncode:
+        sys.exit(f"failed: {' '.join(command[:3])} ...")
+
+
+def _emptied(folder: Path) -> Path:
+    """Empty folder to fill before it gets the name of `folder`, so that a folder of that name is whole."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    return new
 
 
 def _needed() -> set[str]:
