@@ -309,13 +309,6 @@ def _write_openvino(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynam
         import openvino
     except ImportError:
         raise FxqError("openvino is not installed: pip install fxq[openvino].") from None
-    per_row = next((n for n in gm.graph.nodes if is_op(n, "choose_scale") and n.kwargs.get("axis") is not None), None)
-    if per_row is not None:
-        raise ExportError(
-            f"{path} cannot be written: OpenVINO does not support dynamic ranges per row, as that of "
-            f"%{per_row.args[0]} ({info(per_row).path or 'the model'}). Quantize with a static recipe and "
-            'backend="openvino", which keeps such layers in float.'
-        )
     exported = _onnx(path, gm, batch, dynamic, check, for_openvino=True)
     _warn_of_reduced_ranges(path, gm)
     try:

@@ -212,12 +212,29 @@ def test_what_openvino_refuses_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "m.xml").exists()
 
 
-def test_openvino_has_no_dynamic_ranges_per_row(tmp_path):
-    pytest.importorskip("openvino")
-    qmodel = fxq.quantize(nn.Linear(100, 4), fxq.Recipe.dynamic(backend="reference"), example_inputs=torch.rand(2, 100))
-    with pytest.raises(ExportError, match=r'dynamic ranges per row, as that of %.* backend="openvino"'):
-        qmodel.export(tmp_path / "m.xml")
-    assert not (tmp_path / "m.xml").exists()
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 24, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "x"),
+    [(nn.Linear(100, 4), torch.randn(3, 100)), (Recurrent(), torch.randn(2, 5, 32))],
+    ids=["linear", "lstm"],
+)
+def test_openvino_takes_dynamic_ranges_per_row(network, x, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    x = x * torch.tensor([0.1, 10.0, 1.0])[: len(x)].reshape(-1, *[1] * (x.ndim - 1))  # each row has a range of its own
+    qmodel = fxq.quantize(network.eval(), fxq.Recipe.dynamic(backend="reference"), example_inputs=x)
+    assert qmodel.ledger.count("int8")
+    path = qmodel.export(tmp_path / "m.xml")
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    got, wanted = torch.from_numpy(compiled(x.numpy())[0]), qmodel(x)
+    assert torch.linalg.norm(got - wanted) <= 2e-3 * torch.linalg.norm(wanted)  # a tie can be rounded the other way
 
 
 @pytest.mark.slow
