@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxq.paired.cholesky import cholesky_factor
 from fxq.paired.column_rounding import block_grid, round_block
 from fxq.paired.integer_layers import IntegerLayer
 from fxq.paired.output_error import OutputError, WeightRows
@@ -206,7 +207,7 @@ class _Factors:
         last = order.flip(0)
         hessian = gram[:, last[:, None], last]
         hessian.diagonal(dim1=1, dim2=2).add_(added)
-        lower = torch.linalg.cholesky(hessian)
+        lower = cholesky_factor(hessian)
         # The error is |U e|^2 with U = lower.mT, e in reverse order: a column meets the errors of earlier ones only.
         diagonal = lower.diagonal(dim1=1, dim2=2).flip(1)
         return cls(order, lower, lower.mT.flip(1, 2).div_(diagonal[:, :, None]), diagonal**2)

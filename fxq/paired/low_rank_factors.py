@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxq.paired.cholesky import cholesky_factor
 from fxq.paired.output_error import OutputError
 from fxq.quant.qparams import QParams
 
@@ -77,8 +78,11 @@ def root_of(error: OutputError) -> Tensor | None:
     gram = error.gram[0]
     zero = gram.diagonal() <= 0  # inputs that are always 0
     gram = gram + torch.diag(zero.to(gram))
-    root, failed = torch.linalg.cholesky_ex(gram)
-    return None if bool(failed) or not bool(root.isfinite().all()) else root
+    try:
+        root = cholesky_factor(gram)
+    except torch.linalg.LinAlgError:
+        return None
+    return root if bool(root.isfinite().all()) else None
 
 
 def missing_weight(rounded: Tensor, error: OutputError, root: Tensor) -> Tensor:
