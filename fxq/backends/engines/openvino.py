@@ -162,6 +162,7 @@ class Openvino(OnnxBackend):
         {"add", "mul", "mean", *OPS.family("avg_pool"), *OPS.family("adaptive_avg_pool")}
     )
     dynamic_layers: ClassVar[frozenset[str]] = frozenset({"linear"})
+    table_ops: ClassVar[frozenset[str]] = frozenset({"embedding"})
     large_layers_gain: ClassVar[bool] = True
 
     def refusal(self, gm: fx.GraphModule, node: fx.Node) -> str | None:

@@ -10,6 +10,7 @@ from torch import fx, nn
 import fxq
 from fxq.backends import cpu
 from fxq.backends.engines.openvino import Openvino, OpenvinoKernel, compile_model, read_model
+from fxq.backends.kernel import Kernel
 from fxq.common.metrics import sqnr
 from fxq.onnx.graph import write_onnx
 from fxq.ops import OPS
@@ -204,3 +205,56 @@ def test_what_it_does_not_measure_stays_in_float(layer, shape, changes, reason):
         q = fxq.quantize(nn.Sequential(layer).eval(), recipe, example_inputs=torch.randn(shape))
     (entry,) = q.ledger
     assert entry.precision == "float" and reason in entry.reason
+
+
+class Words(nn.Module):
+    """Rows of a table with a padding row, and a layer that may share the table."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.words, self.head = nn.Embedding(500, 64, padding_idx=3), nn.Linear(64, 500, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x):
+        rows = self.words(x)
+        return rows, self.head(rows)
+
+
+def constant_types(compiled, shape):
+    """Element types of the constants of a shape in a model that OpenVINO has compiled."""
+    nodes = [node for node in compiled.get_runtime_model().get_ordered_ops() if not node.inputs()]
+    outputs = [node.output(0) for node in nodes if node.output(0).get_partial_shape().is_static]
+    return [out.get_element_type().to_string() for out in outputs if tuple(out.get_shape()) == shape]
+
+
+@pytest.mark.parametrize(("tied", "share"), [(False, 0.3), (True, 0.6)])  # a tied table is stored by row and by block
+def test_the_table_of_an_embedding_stays_in_integers(tied, share, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    model, x = Words(tied).eval(), torch.randint(500, (2, 7)).index_fill(1, torch.tensor([2]), 3)
+    q, reference = (
+        fxq.quantize(model, fxq.Recipe.static(backend=backend, optimize="coverage"), data=[x])
+        for backend in ("openvino", "reference")
+    )
+    assert {entry.op: entry.precision for entry in q.ledger} == {"embedding": "weight-only", "linear": "int8"}
+    assert [module.name for module in q.modules() if isinstance(module, Kernel)] == ["openvino.region"]
+    rows, head = q(x)
+    torch.testing.assert_close(rows, reference(x)[0], rtol=1e-6, atol=0)  # the same integers, times a float32 scale
+    assert sqnr(model(x)[1], head) > 30
+    assert fxq.results.nbytes(q) < share * fxq.results.nbytes(model)
+    q.export(tmp_path / "words.xml")
+    compiled = compile_model(openvino.Core().read_model(tmp_path / "words.xml"), 1)
+    types = constant_types(compiled, (500, 64))
+    assert "i8" in types and "f32" not in types
+    torch.testing.assert_close(torch.tensor(compiled(x.numpy())[0]), rows, rtol=1e-6, atol=0)
+    q.export(tmp_path / "words.onnx")
+    torch.testing.assert_close(fxq.read_onnx(tmp_path / "words.onnx")(x)[0], rows, rtol=1e-6, atol=0)
+
+
+def test_a_table_of_few_bits_stays_in_float():
+    model, x = Words().eval(), torch.randint(500, (2, 7))
+    with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
+        q = fxq.quantize(model, fxq.Recipe.weight_only(bits=4, backend="openvino"), example_inputs=x)
+    (entry,) = q.ledger.where(op="embedding")
+    assert entry.precision == "float" and "takes no integer weights of so few bits" in entry.reason
+    torch.testing.assert_close(q(x), model(x), rtol=1e-4, atol=1e-5)  # float32 sums in another order
