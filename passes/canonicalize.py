@@ -40,6 +40,7 @@ from fxq.rewriting.constant_folding import fold_constant
 from fxq.rewriting.editor import DATA
 from fxq.rewriting.pattern import rewrite
 from fxq.rewriting.rewriter import Rewriter
+from fxq.rewriting.size_reads import read_sizes_of_inputs
 from fxq.tracing.weight_norm import has_own_hooks, reparametrized
 
 
@@ -51,7 +52,8 @@ class Canonicalize(Pass):
     Also: a state that grows, cat([past, x]) of an input and an output of the model, becomes append(past, x). Removes
     identities and dropout. 'same' and non-zero padding of a convolution becomes a separate pad op; each
     value taken from a tuple (chunk, split) becomes an op; a function that is written out in basic ops becomes that
-    function; values computed only from weights become constants.
+    function; values computed only from weights become constants; the size of a value that decides another value,
+    such as a mask, is read from the input that has the same size.
     Keeps: the output, to 1e-6. Calls that the op table does not know stay as they are, with the reason.
     Refuses: weights and statistics that are not finite, except in layers that the recipe leaves in float; ops of the
     user whose traits do not hold on the example.
@@ -81,6 +83,7 @@ class Canonicalize(Pass):
             _append(rewriter, node)
         rewritten = [(info(n).path, op.name) for n in rewriter.nodes() if (op := op_of(n)) is not None]
         rewriter.context.written = written + rewritten
+        read_sizes_of_inputs(rewriter)
         rewriter.erase_unused()
         for node in rewriter.nodes():
             _check_weights(rewriter, node)
