@@ -80,7 +80,7 @@ def root_of(error: OutputError) -> Tensor | None:
     gram = gram + torch.diag(zero.to(gram))
     try:
         root = cholesky_factor(gram)
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # it is not positive definite
         return None
     return root if bool(root.isfinite().all()) else None
 
