@@ -61,7 +61,7 @@ def test_bits_in_openvino_are_those_of_integers_scales_and_zero_points(script):
     real = ops.reshape(ops.multiply(integers, scale), np.array([3, 64]), False)
     product = ops.matmul(x, ops.convert(real, "f32"), False, True)
     biased = ops.multiply(product, ops.constant(np.ones(3, np.float32)))
-    bits_of = script("bench.int4").bits_in_openvino
+    bits_of = script("bench.int4_contenders").bits_in_openvino
     assert bits_of(openvino.Model([biased], [x])) == 4 + (4 + 16) / 32
 
 

@@ -199,11 +199,14 @@ INTERNAL = (
     "bench/few_rows.py",
     "bench/kernels.py",
     "bench/timing.py",
-    "dev/measure_prices.py",
     "docs/generated_pages.py",
 )
-PUBLIC = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.relative_to(SCRIPTS).as_posix() not in INTERNAL]
-"""All scripts but those that measure single kernels or describe ops, and the clock that fxq times kernels with, too."""
+PUBLIC = [
+    path
+    for path in sorted(SCRIPTS.rglob("*.py"))
+    if path.relative_to(SCRIPTS).as_posix() not in INTERNAL and path.parent.name != "dev"
+]
+"""All scripts but those that measure single kernels or describe ops, the clock, and those for developers of fxq."""
 
 
 @pytest.mark.parametrize("script", PUBLIC, ids=lambda p: p.relative_to(SCRIPTS).as_posix())

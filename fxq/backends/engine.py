@@ -197,8 +197,8 @@ class EngineBackend(Backend):
         if config.activation is None:
             weight, is_table = config.weight, first.op.name in self.table_ops
             is_kept = is_table and weight is not None and weight.bits > 4 and weight.format == "integer"
-            which = " of so few bits, or in float16," if is_table else ""
-            unsupported = f"{self.name} takes no integer weights{which} with float activations"
+            which = "tables of 4 bits or fewer, or in float16" if is_table else "integer weights with float activations"
+            unsupported = f"{self.name} takes no {which}"
             return Support(len(calls)) if is_kept else Support(0, unsupported)
         is_dynamic = config.activation.range == "dynamic"
         if config.weight is not None and config.weight.block is not None:

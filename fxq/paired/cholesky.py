@@ -9,13 +9,19 @@ from torch import Tensor
 def cholesky_factor(matrix: Tensor) -> Tensor:
     """Lower Cholesky factor of positive definite matrices, float32, (G, K, K).
 
-    It is multiplied with a vector, as the matrices are. Where both products differ, it is computed in float64 instead.
+    It is multiplied with a vector, as the matrices are. Where both products differ, or the kernel finds a matrix not
+    positive definite, the factor is computed in float64 instead.
 
     Raises:
-        torch.linalg.LinAlgError: a matrix is not positive definite, or has infinite values.
+        ArithmeticError: a matrix is not positive definite, or has values that are not finite.
     """
-    lower = torch.linalg.cholesky(matrix)
-    return lower if _is_factor(lower, matrix) else torch.linalg.cholesky(matrix.double()).to(matrix)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if bool(failed.any()) or not _is_factor(lower, matrix):
+        exact, failed = torch.linalg.cholesky_ex(matrix.double())
+        lower = exact.to(matrix)
+        if bool(failed.any()) or not bool(lower.isfinite().all()):
+            raise ArithmeticError("a matrix is not positive definite, or has values that are not finite.")
+    return lower
 
 
 def _is_factor(lower: Tensor, matrix: Tensor) -> bool:

@@ -79,10 +79,9 @@ def root_of(error: OutputError) -> Tensor | None:
     zero = gram.diagonal() <= 0  # inputs that are always 0
     gram = gram + torch.diag(zero.to(gram))
     try:
-        root = cholesky_factor(gram)
-    except RuntimeError:  # it is not positive definite
+        return cholesky_factor(gram)
+    except ArithmeticError:
         return None
-    return root if bool(root.isfinite().all()) else None
 
 
 def missing_weight(rounded: Tensor, error: OutputError, root: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ library, g2p-en on words of these, pydoc on documentation that it was not traine
 `scripts.networks.pydoc_model`. SmolLM2's weights come from blocks of 32 with 4 bits, so that only other block sizes say
 something about the tools. "won back" is the share of the loss of rounding to nearest, with one range per block and all
 layers in 4 bits. Bits count scales and zero points of all weights in integers, also of embeddings and heads.
-Seconds are of CPU time on one thread; the peak is that of the process, which makes one variant only.
+Seconds are of CPU time, on one thread where the tool allows it; the peak is that of the process, which makes one
+variant only.
 """
 
 from __future__ import annotations

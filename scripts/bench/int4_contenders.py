@@ -26,7 +26,8 @@ class Contender:
 
     Attributes:
         call: takes sequences, int64 (rows, length), and returns what the float model returns.
-        bits: mean bits per value of its weights in integers, with scales and zero points.
+        bits: mean bits per value of its weights in integers, with scales and zero points; by their formats, but for
+            NNCF, whose model is read.
     """
 
     call: Callable[[Tensor], Any]
@@ -93,8 +94,8 @@ def bits_in_openvino(model: Any) -> float:
 def in_hqq(all_layers: bool = False) -> Callable[[Subject], Contender]:
     """HQQ, which reads no data and fits the zero point of each block; scales and zero points are float16.
 
-    As its integration into transformers does, it leaves embeddings and the head in float, and recurrent layers, which
-    it does not know.
+    As its integration into transformers does, it leaves embeddings and a head called `lm_head` in float, and recurrent
+    layers, which it does not know.
 
     Args:
         all_layers: whether embeddings and the head are rounded, too.

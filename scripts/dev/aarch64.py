@@ -207,7 +207,7 @@ for name in sys.argv[1:]:
 def _finish(command: Sequence[str], **options: Any) -> None:
     """Run a command, which says itself what is wrong; exit if it fails."""
     if subprocess.run(command, check=False, **options).returncode:
-        sys.exit(f"failed: {' '.join(command[:3])} ...")
+        sys.exit(f"failed: {' '.join(command[:2])} ...")
 
 
 def _emptied(folder: Path) -> Path:

@@ -1,7 +1,9 @@
 """Garbage collection while a model is quantized."""
 
 import gc
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,3 +88,51 @@ def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(
     monkeypatch.setattr(collector, "_blocks_after_search", collector._blocks_after_search // 2)
     with new_objects_collected():
         assert old() is None
+
+
+def test_without_pythons_allocator_objects_are_counted(monkeypatch):
+    monkeypatch.setattr(sys, "getallocatedblocks", lambda: 0)  # as with PYTHONMALLOC=malloc
+    test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(monkeypatch)
+
+
+def test_many_blocks_do_not_hide_models():
+    """A quarter of the memory blocks of a process with much data can be many models."""
+    kept = [str(i) for i in range(10**6)]
+    with new_objects_collected():
+        old = weakref.ref(Ring())
+    kept += [str(i) for i in range(210_000)]
+    with new_objects_collected():
+        assert old() is None
+    assert kept
+
+
+def test_a_context_in_another_one_leaves_it_alone():
+    with new_objects_collected():
+        count = gc.get_freeze_count()
+        with new_objects_collected():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    with new_objects_collected():
+        assert gc.get_freeze_count()
+
+
+def test_a_context_beside_one_of_another_thread():
+    with ThreadPoolExecutor(1) as pool:
+        with new_objects_collected():
+            count = gc.get_freeze_count()
+
+            def beside():
+                with new_objects_collected():
+                    return gc.get_freeze_count()
+
+            assert pool.submit(beside).result() == count
+        assert not gc.get_freeze_count() and pool.submit(beside).result()
+
+
+def test_a_caller_that_has_ever_frozen_objects_is_left_alone():
+    gc.freeze()
+    with new_objects_collected():
+        pass
+    gc.unfreeze()
+    with new_objects_collected():
+        assert not gc.get_freeze_count()

@@ -166,7 +166,7 @@ def test_the_table_of_an_embedding_stays_in_integers(free):
     with pytest.warns(fxq.FxqWarning, match="nothing runs on integers"):
         q = fxq.quantize(model, recipe, example_inputs=x)
     (entry,) = q.ledger.where(op="embedding")
-    assert entry.precision == "float" and "takes no integer weights of so few bits" in entry.reason
+    assert entry.precision == "float" and "takes no tables of 4 bits or fewer" in entry.reason
     recipe = fxq.Recipe.weight_only(per=24, backend="onnxruntime", optimize="coverage")
     with pytest.warns(fxq.FxqWarning, match="only embeddings have integer weights; 1 of 2 ops.*float activations"):
         q = fxq.quantize(model, recipe, example_inputs=x)
