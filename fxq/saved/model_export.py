@@ -19,7 +19,7 @@ from fxq.common.files import as_path, replacing, writing
 from fxq.common.isolation import copied
 from fxq.errors import ExportError, FxqError, InputError, RenderError, unknown, warn, words_of
 from fxq.graph.analysis.integer_sums import node_refused
-from fxq.graph.analysis.varying_axes import Dynamic
+from fxq.graph.analysis.varying_axes import Dynamic, size_names
 from fxq.graph.grid import grid_of, moved_from
 from fxq.graph.info import info
 from fxq.graph.query import is_op
@@ -143,6 +143,12 @@ def _onnx(path: Path, gm: fx.GraphModule, batch: Batch, dynamic: Dynamic, check:
     written = _written(path, gm, batch, dynamic, **options)
     batches = list(checked_batches(gm, batch, written.axes)) if check else []
     checks = _checked(path, written, gm, batches)
+    if len(batches) == 1 and written.axes:
+        warn(
+            f"{path}: the model itself rejects inputs of another {size_names(written.axes)} than the example's, so "
+            "that no other size was checked. If further axes of inputs vary with it, such as the second one of a "
+            'recurrent state, name all of them: dynamic={"x": {0: "batch"}, "h": {1: "batch"}}, for example.'
+        )
     if written.assumptions:
         warn(
             f"{path}: the model is right for sizes with {', '.join(sorted(set(written.assumptions)))}. For others, "

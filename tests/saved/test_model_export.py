@@ -433,3 +433,27 @@ def test_inputs_in_containers_are_made_up_of_the_record(tmp_path):
     (y,) = session.run(None, {"batch_x": x["x"].numpy(), "batch_parts_0": x["parts"][0].numpy()})
     torch.testing.assert_close(torch.from_numpy(y), qmodel(x, scale=2.0), rtol=1e-5, atol=1e-5)  # sums in another order
     assert loaded.export(tmp_path / "m.pt2").exists()
+
+
+class Streaming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gru = nn.Linear(8, 8), nn.GRU(8, 6, batch_first=True)
+
+    def forward(self, x, h):
+        return self.gru(self.first(x).relu(), h)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
+def test_a_state_whose_batch_is_its_second_axis_is_told(suffix, tmp_path, recwarn):
+    """By default, the first axis varies."""
+    pytest.importorskip("onnxruntime" if suffix == ".onnx" else "openvino")
+    example = torch.rand(2, 3, 8), torch.rand(1, 2, 6)
+    qmodel = fxq.quantize(Streaming().eval(), fxq.Recipe.dynamic(backend="reference"), example_inputs=example)
+    recwarn.clear()
+    qmodel.export(tmp_path / f"m{suffix}", example_inputs=example)
+    assert any("rejects inputs of another 'batch'" in str(w.message) for w in recwarn)
+    recwarn.clear()
+    axes = {"x": {0: "batch"}, "h": {1: "batch"}}
+    qmodel.export(tmp_path / f"m{suffix}", example_inputs=example, dynamic=axes)
+    assert not any("rejects" in str(w.message) for w in recwarn)
