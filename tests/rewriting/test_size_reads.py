@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fxq
+from fxq.backends.by_name import unavailable
 from fxq.common.metrics import sqnr
 from fxq.passes import Canonicalize
 from tests.support.graphs import again, expected, graph, text, until
@@ -72,8 +73,8 @@ def test_what_is_read_from_the_value_itself(checked):
 
 @pytest.mark.parametrize("backend", ["jit", "openvino"])
 def test_attention_is_in_one_region_and_sizes_may_differ(backend, tmp_path):
-    if backend == "openvino":
-        pytest.importorskip("openvino")
+    if why := unavailable(backend):
+        pytest.skip(why)
     model = Encoder().eval()
     recipe = fxq.Recipe.static(backend=backend, optimize="coverage")
     q = fxq.quantize(model, recipe, data=[IDS])
