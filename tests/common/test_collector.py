@@ -80,7 +80,10 @@ def test_quantizing_does_not_search_the_objects_before_it(monkeypatch):
     assert len(frozen) == 3 and all(frozen) and not gc.get_freeze_count()
 
 
-def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(monkeypatch):
+@pytest.mark.parametrize("counts_blocks", [True, False], ids=["Python's allocator", "another one"])
+def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(counts_blocks, monkeypatch):
+    if not counts_blocks:
+        monkeypatch.setattr(sys, "getallocatedblocks", lambda: 0)  # as with PYTHONMALLOC=malloc
     with new_objects_collected():
         old = weakref.ref(Ring())
     with new_objects_collected():
@@ -88,11 +91,6 @@ def test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(
     monkeypatch.setattr(collector, "_blocks_after_search", collector._blocks_after_search // 2)
     with new_objects_collected():
         assert old() is None
-
-
-def test_without_pythons_allocator_objects_are_counted(monkeypatch):
-    monkeypatch.setattr(sys, "getallocatedblocks", lambda: 0)  # as with PYTHONMALLOC=malloc
-    test_objects_of_earlier_contexts_are_searched_once_there_are_a_quarter_more(monkeypatch)
 
 
 def test_many_blocks_do_not_hide_models():
