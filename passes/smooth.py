@@ -1,4 +1,4 @@
-"""smooth: scale outlier channels of a linear layer's input into its weight, or quantize its tokens dynamically."""
+"""smooth: divide or rotate outliers of a linear layer's input, or quantize its tokens dynamically."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fxq.pipeline.float_moves import move_floats
 from fxq.quant.dynamic_grid import DynamicGrid, Grid
 from fxq.quant.observers import observer_for
 from fxq.quant.qparams import QParams, choose_qparams, quantize
+from fxq.quant.rotation import rotated
 from fxq.quant.spec import QuantConfig, TensorSpec
 from fxq.recipe.pass_base import Pass, Stage
 from fxq.rewriting.grid_edits import on_grid
@@ -36,10 +37,12 @@ class _Variant(NamedTuple):
     Attributes:
         strength: alpha in the paper; None: the input is not scaled.
         rows: whether each token has a dynamic grid.
+        rotates: whether the input, scaled or not, is rotated.
     """
 
     strength: float | None = None
     rows: bool = False
+    rotates: bool = False
 
 
 MARGIN_DB = 6.0
@@ -48,16 +51,21 @@ UNCHANGED = _Variant()
 SMOOTHED = tuple(map(_Variant, STRENGTHS))
 PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))
 """Variants with per-row ranges. They are not tried for inputs that are dynamic already."""
+ROTATED = (_Variant(rotates=True), _Variant(STRENGTHS[0], rotates=True))
+"""Variants with rotated tokens, for inputs that are dynamic already."""
+ROTATED_TOGETHER = 32
+"""Values that are rotated together. More of them are smaller, but take longer to rotate."""
 
 
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divide the inputs of linear layers by factors that multiply the weights, or quantize each token dynamically.
+    """Divide the inputs of linear layers by factors that multiply the weights, rotate them, or quantize each token.
 
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
     Or, if that is not enough: linear(dequantize(quantize(x, scale=s)), ...), with s = choose_scale(x, axis=-1)
-    Also: with a dynamic recipe and calibration data, inputs are divided by factors before their ranges are computed.
+    Also: with a dynamic recipe and calibration data, inputs are divided by factors before their ranges are computed, or
+    rotated: linear(dequantize(quantize(rotate_rows(x * (1 / s)))), dequantize(w_r_int8), b), with w_r = rotated(w * s)
     Keeps: the output up to rounding to the new grids, which represent the values better.
 
     Several strengths are tried for each input, unless its layers are far more exact than `enough` on a batch. Half of
@@ -68,8 +76,10 @@ class Smooth(Pass):
     do not help there. Such a layer gets a dynamic range for each token, as in a dynamic recipe; if the backend has no
     kernel for that, `fallback` moves it to float. Ops that only move data, between a float op and the new quantize,
     move floats, so that nothing is rounded twice.
+    Nor do factors help where other channels are large in each token, as in the products of gated feed-forward layers.
+    A rotation by a Hadamard matrix divides each value among 32, whichever is large.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
-    scale for each row).
+    scale for each row); Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), section 4 (rotations in each call).
 
     Args:
         gain: minimum SQNR in dB that layers must gain by factors, which cost a multiplication of the input.
@@ -77,6 +87,8 @@ class Smooth(Pass):
         enough: SQNR in dB from which layers are left alone.
         dynamic_gain: as `gain`, for inputs that are dynamic already and thus more exact.
         dynamic_enough: as `enough`, for inputs that are dynamic already.
+        rotation_gain: minimum SQNR in dB that layers must gain by a rotation over factors alone; it is a product with a
+            matrix of 32 x 32 for each 32 values of the input.
         samples: number of samples to use.
         rows: number of their tokens to use for the errors.
         least: minimum number of tokens in the samples. With fewer, the ranges are not known well, and nothing changes.
@@ -87,6 +99,7 @@ class Smooth(Pass):
     enough: float = 33.0
     dynamic_gain: float = 1.5
     dynamic_enough: float = 40.0
+    rotation_gain: float = 5.0
     samples: int = 64
     rows: int = 1024
     least: int = 512
@@ -97,6 +110,7 @@ class Smooth(Pass):
         "enough": (-math.inf, math.inf),
         "dynamic_gain": (0.0, math.inf),
         "dynamic_enough": (-math.inf, math.inf),
+        "rotation_gain": (0.0, math.inf),
         "samples": (1, math.inf),
         "rows": (1, math.inf),
         "least": (1, math.inf),
@@ -145,8 +159,8 @@ class _Input(LinearInput):
     errors: dict[_Variant, Agreement] = field(init=False)
 
     def __post_init__(self) -> None:
-        per_row = () if isinstance(self.grid, DynamicGrid) else PER_ROW
-        self.errors = {variant: Agreement() for variant in (UNCHANGED, *SMOOTHED, *per_row)}
+        others = PER_ROW if not self.is_dynamic else ROTATED if self.can_rotate else ()
+        self.errors = {variant: Agreement() for variant in (UNCHANGED, *SMOOTHED, *others)}
 
     def see(self, x: Tensor, share: float) -> None:
         """Use the first `share` of the tokens x, (N, C), for the ranges, and the others for the errors."""
@@ -169,9 +183,10 @@ class _Input(LinearInput):
         """Yield the rounded tokens and weights of each variant."""
         for variant in self.errors:
             factors = self.factors(variant.strength)
-            scaled = x if factors is None else x / factors
-            weights = [grid.rounded(weight) for weight, grid in (_smoothed(layer, factors) for layer in self.layers)]
-            yield self.grid_for(variant, factors).rounded(scaled), weights
+            tokens = x if factors is None else x / factors
+            tokens = rotated(tokens, ROTATED_TOGETHER) if variant.rotates else tokens
+            moved = (_moved(layer, factors, variant.rotates) for layer in self.layers)
+            yield self.grid_for(variant, factors).rounded(tokens), [grid.rounded(weight) for weight, grid in moved]
 
     def factors(self, strength: float | None) -> Tensor | None:
         """Divisors of the channels, (C,). A channel that is zero in all samples gets the median of the others."""
@@ -213,6 +228,11 @@ class _Input(LinearInput):
         return isinstance(self.grid, DynamicGrid)
 
     @property
+    def can_rotate(self) -> bool:
+        """Whether the number of channels is a multiple of those that are rotated together."""
+        return self.layers[0].real.shape[1] % ROTATED_TOGETHER == 0
+
+    @property
     def enough(self) -> float:
         """SQNR in dB from which the layers are left alone."""
         return self.options.dynamic_enough if self.is_dynamic else self.options.enough
@@ -225,6 +245,10 @@ class _Input(LinearInput):
         smoothed = max(SMOOTHED, key=sqnr.__getitem__)
         if sqnr[smoothed] >= sqnr[best] + (self.options.dynamic_gain if self.is_dynamic else self.options.gain):
             best = smoothed
+        rotations = [variant for variant in sqnr if variant.rotates]
+        if rotations and sqnr[best] < self.enough:
+            most = max(rotations, key=sqnr.__getitem__)
+            best = most if sqnr[most] >= sqnr[best] + self.options.rotation_gain else best
         if sqnr[best] < self.enough and not self.is_dynamic:
             before = sqnr[best]
             plain, smoothed = PER_ROW
@@ -239,28 +263,30 @@ def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.minimum(low, x.amin(0)), torch.maximum(high, x.amax(0))) if len(x) else (low, high)
 
 
-def _smoothed(layer: LinearLayer, factors: Tensor | None) -> tuple[Tensor, QParams]:
-    """Weight of a layer times the factors, (O, C), and its grid."""
-    if factors is None:
+def _moved(layer: LinearLayer, factors: Tensor | None, rotates: bool) -> tuple[Tensor, QParams]:
+    """Weight of a layer times the factors, rotated or not, (O, C), and its grid."""
+    if factors is None and not rotates:
         return layer.real, layer.grid
-    scaled = layer.real * factors
+    weight = layer.real if factors is None else layer.real * factors
+    weight = rotated(weight, ROTATED_TOGETHER) if rotates else weight
     observer = observer_for(replace(layer.spec, bits=layer.grid.bits), axis=0)
-    observer(scaled)
-    return scaled, observer.qparams()
+    observer(weight)
+    return weight, observer.qparams()
 
 
 def _write(rewriter: Rewriter, linear_input: _Input, variant: _Variant, why: str) -> None:
-    """Write a variant: the multiplication, if any, new conversions of the input, and the new weights."""
+    """Write a variant: the multiplication and rotation, if any, new conversions of the input, and the new weights."""
     old, read = linear_input.quantize, linear_input.quantize.args[0]
     assert isinstance(read, fx.Node)  # a quantize reads a value
     factors = linear_input.factors(variant.strength)
     grid = linear_input.grid_for(variant, factors)
     value = read if factors is None else _divided(rewriter, read, factors, old, variant.strength)
+    value = _rotated(rewriter, value, read, old) if variant.rotates else value
     _, dq = on_grid(rewriter, value, value, grid, f"{value.name}_rows" if variant.rows else value.name, like=old)
     for layer in linear_input.layers:
         rewriter.update(layer.node, args=swapped(layer.node.args, {layer.read: dq}))
-        if factors is not None:
-            _write_weight(rewriter, layer, factors)
+        if factors is not None or variant.rotates:
+            _write_weight(rewriter, layer, factors, variant.rotates)
         if variant.rows:
             rewriter.describe(layer.node, plan=replace(layer.plan, reads=linear_input.row_spec), note=why)
     rewriter.erase_unused()
@@ -277,9 +303,18 @@ def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, 
     return product
 
 
-def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor) -> None:
-    """Replace a weight by the weight times the factors."""
-    old, (weight, grid) = layer.weight, _smoothed(layer, factors)
+def _rotated(rewriter: Rewriter, value: fx.Node, read: fx.Node, old: fx.Node) -> fx.Node:
+    """Insert a rotation of a value, which is made of `read`, before its quantize `old`."""
+    typed, name = (info(read).shape, torch.float32), f"{read.name}_rotated"
+    rotation = rewriter.call("rotate_rows", value, size=ROTATED_TOGETHER, before=old, name=name, typed=typed, like=old)
+    why = "divides outliers among the values of a token, before its range is computed"
+    rewriter.describe(rotation, origins=(), plan=Plan(Decision("float", "", why)))
+    return rotation
+
+
+def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor | None, rotates: bool) -> None:
+    """Replace a weight by the weight times the factors, rotated or not."""
+    old, (weight, grid) = layer.weight, _moved(layer, factors, rotates)
     name = info(old).stands_for.removeprefix("fxq_data.").replace(".", "_")
     real = rewriter.constant(weight, f"{name}_smoothed", before=old)
     integers = rewriter.constant(quantize(weight, grid), f"{name}_smoothed_int8", before=old)

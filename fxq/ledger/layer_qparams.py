@@ -44,6 +44,8 @@ class LayerQParams:
         node: name of the node that runs it, as in the ledger's `into`.
         input_factors: float32, (C,): factors per channel that its input is multiplied by before rounding, from
             `passes.Smooth` or `SmoothDepthwise`; its weight is divided by them. None if there are none.
+        input_rotation: number of values of its input that `passes.Smooth` rotates together by an orthonormal Hadamard
+            matrix, after the factors; its weight is rotated along its input channels, too. None if it is not rotated.
     """
 
     weights: Mapping[str, Weight]
@@ -58,6 +60,7 @@ class LayerQParams:
     output_zero_point: int | None
     node: str
     input_factors: Tensor | None = None
+    input_rotation: int | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -207,6 +210,8 @@ def _layer(
             scale, reason = None, "its integers, on steps of input_scale * weight_scale, exceed int32"
     gates = traits.recurrence.gates if traits.recurrence is not None else ()
     size = len(first.values) // max(len(gates), 1)
+    outer, integers = outside.get(value.args[0], (gm, value.args[0])) if reads != "float" else (gm, None)
+    rotation = integers.args[0] if isinstance(integers, fx.Node) and integers.args else None
     return LayerQParams(
         weights=weights,
         gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(gates)},
@@ -219,13 +224,16 @@ def _layer(
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,
-        input_factors=_factors(*outside.get(value.args[0], (gm, value.args[0]))) if reads != "float" else None,
+        input_factors=_factors(outer, integers),
+        input_rotation=options_of(rotation)["size"] if is_op(rotation, "rotate_rows") else None,
     )
 
 
-def _factors(gm: fx.GraphModule, integers: fx.Node) -> Tensor | None:
+def _factors(gm: fx.GraphModule, integers: Any) -> Tensor | None:
     """Factors that a pass inserted before a quantize node, on the CPU; None if there are none."""
-    product: Any = integers.args[0] if integers.args else None
+    product: Any = integers.args[0] if isinstance(integers, fx.Node) and integers.args else None
+    if is_op(product, "rotate_rows"):
+        product = product.args[0]
     factors = constant(gm, product.args[1]) if is_op(product, "mul") and info(product).origins == () else None
     return factors.cpu().flatten() if factors is not None else None
 

@@ -37,8 +37,8 @@ def state_integers(
 
 
 @writes("rotate_rows")
-def rotate_rows(w: Writer, x: Value) -> str:
-    size = rotation_size(x.shape[-1])
+def rotate_rows(w: Writer, x: Value, *, size: int | None) -> str:
+    size = size or rotation_size(x.shape[-1])
     pieces = w.reshaped(x, (*x.shape[:-1], x.shape[-1] // size, size))
     return w.reshaped(w.emit("MatMul", pieces, hadamard(size)), x.shape)
 

@@ -70,12 +70,16 @@ def _floats(state: Tensor) -> Tensor:
 
 
 @row(traits=float_only("x"))
-def rotate_rows(x: Tensor) -> Tensor:
+def rotate_rows(x: Tensor, *, size: int | None = None) -> Tensor:
     """Rotate the rows of x, float32[..., N], by a Hadamard matrix, see `fxq/quant/rotation.py`; its own inverse.
 
     Rows that are stored as integers keep them: the result stands for their rotation.
+
+    Args:
+        x: the rows.
+        size: number of values that are rotated together; default: `rotation_size(N)`.
     """
-    return x.rotated() if isinstance(x, QuantizedRows) else rotated(x)
+    return x.rotated() if isinstance(x, QuantizedRows) and size is None else rotated(_floats(x), size)
 
 
 @row(traits=float_only("x"))

@@ -27,21 +27,25 @@ def hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu")
         return _by_halves(torch.eye(size, dtype=torch.float64, device="cpu")).to(device, dtype)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotate the last axis of x, `rotation_size` values at a time. Rotating the result gives x, up to rounding.
+def rotated(x: Tensor, size: int | None = None) -> Tensor:
+    """Rotate the last axis of x, `size` values at a time. Rotating the result gives x, up to rounding.
 
     Products of two rotated rows are those of the rows (QuaRot: Ashkboos et al. 2024, section 4, key-value caches).
+
+    Args:
+        x: float tensor, (..., N).
+        size: a power of two that divides N; default: `rotation_size(N)`.
     """
-    size = rotation_size(x.shape[-1])
+    size = size or rotation_size(x.shape[-1])
     if type(x) is not Tensor:  # it stands for values, and cannot be multiplied with a matrix that has some
-        return rotated_by_halves(x)
+        return rotated_by_halves(x, size)
     with without_autocast():
         return (x.unflatten(-1, (-1, size)) @ hadamard(size, x.dtype, str(x.device))).flatten(-2)
 
 
-def rotated_by_halves(x: Tensor) -> Tensor:
-    """Compute `rotated(x)` without a matrix, for exported programs."""
-    return _by_halves(x.unflatten(-1, (-1, rotation_size(x.shape[-1])))).flatten(-2)
+def rotated_by_halves(x: Tensor, size: int | None = None) -> Tensor:
+    """Compute `rotated(x, size)` without a matrix, for exported programs."""
+    return _by_halves(x.unflatten(-1, (-1, size or rotation_size(x.shape[-1])))).flatten(-2)
 
 
 def _by_halves(x: Tensor) -> Tensor:

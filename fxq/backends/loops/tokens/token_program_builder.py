@@ -201,7 +201,7 @@ class TokenProgramBuilder:
         if name in ("reshape", "unsqueeze", "contiguous", "transpose", "permute", "getitem", "cast"):
             return view_of(name, x, options, shape)
         if name == "rotate_rows":
-            return self._rotate(x)
+            return self._rotate(x, options["size"] or rotation_size(x.shape[-1]))
         if name in _BINARY:
             y = self._operand(argument(node, "other"))
             is_plain = options.get("alpha", 1) == 1 and len(shape) > 0
@@ -354,8 +354,7 @@ class TokenProgramBuilder:
         result = self._step("FUNCTION", flat.shape, flat, argument=self.loops.FUNCTION_NAMES.index(layer.function))
         return None if result is None else result.reshaped(shape)
 
-    def _rotate(self, x: TokenValue) -> TokenValue | None:
-        size = rotation_size(x.shape[-1])
+    def _rotate(self, x: TokenValue, size: int) -> TokenValue | None:
         product = rotation_product(size)
         values = x if x.is_contiguous else self._step("COPY", x.shape, x)
         if product is None or values is None:
