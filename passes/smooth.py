@@ -46,7 +46,7 @@ class _Variant(NamedTuple):
 
 
 MARGIN_DB = 6.0
-"""Margin above the sufficient SQNR from which a batch tries no other variants: half the amplitude of the noise."""
+"""Margin above the sufficient SQNR from which no other variants are tried: half the amplitude of the noise."""
 UNCHANGED = _Variant()
 SMOOTHED = tuple(map(_Variant, STRENGTHS))
 PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))
@@ -55,6 +55,8 @@ ROTATED = (_Variant(rotates=True), _Variant(STRENGTHS[0], rotates=True))
 """Variants with rotated tokens, for inputs that are dynamic already."""
 ROTATED_TOGETHER = 32
 """Values that are rotated together. More of them are smaller, but take longer to rotate."""
+LEAST_OUTPUTS = 16 * ROTATED_TOGETHER
+"""Minimum number of outputs of the layers that read an input, so that rotating it takes a small part of their time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Smooth(Pass):
     rotated: linear(dequantize(quantize(rotate_rows(x * (1 / s)))), dequantize(w_r_int8), b), with w_r = rotated(w * s)
     Keeps: the output up to rounding to the new grids, which represent the values better.
 
-    Several strengths are tried for each input, unless its layers are far more exact than `enough` on a batch. Half of
+    Several strengths are tried for each input, unless its layers are far more exact than `enough`. Half of
     the recorded samples determines the ranges, the other half the errors. If the layers that read the input gain too
     little, nothing is changed. All tokens have the same weight, so that tokens with large values do not hide the errors
     of others; padding does not count.
@@ -77,7 +79,8 @@ class Smooth(Pass):
     kernel for that, `fallback` moves it to float. Ops that only move data, between a float op and the new quantize,
     move floats, so that nothing is rounded twice.
     Nor do factors help where other channels are large in each token, as in the products of gated feed-forward layers.
-    A rotation by a Hadamard matrix divides each value among 32, whichever is large.
+    A rotation by a Hadamard matrix divides each value among 32, whichever is large. Inputs of layers with fewer than
+    512 outputs in all are not rotated.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row); Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), section 4 (rotations in each call).
 
@@ -99,7 +102,7 @@ class Smooth(Pass):
     enough: float = 33.0
     dynamic_gain: float = 1.5
     dynamic_enough: float = 40.0
-    rotation_gain: float = 5.0
+    rotation_gain: float = 3.0
     samples: int = 64
     rows: int = 1024
     least: int = 512
@@ -148,7 +151,7 @@ class _Input(LinearInput):
         later: minimum and maximum of each channel, (C,), in the samples for the errors.
         unchanged: error of the layers' results as they are, relative to the float results. With a dynamic per-tensor
             range, a tensor is the batch that runs at once.
-        errors: error by variant, on the batches after which `unchanged` was not above what is enough by a margin.
+        errors: error by variant; none if `unchanged` is above what is enough by a margin.
     """
 
     options: Smooth
@@ -167,13 +170,17 @@ class _Input(LinearInput):
         for_ranges, for_errors = x.tensor_split([round(share * len(x))])
         self.low, self.high = _around(for_ranges, self.low, self.high)
         self.later = _around(for_errors, *self.later)
-        errors = self.errors_of(for_errors, self._variants)
-        first = next(errors, None)  # of UNCHANGED; None: enough tokens have been compared
+        self.keep(for_errors)
+
+    def finish(self) -> None:
+        """Compute the errors of all variants, or that of `UNCHANGED` alone if it is far above what is enough."""
+        errors = self.errors_of(self._variants)
+        first = next(errors, None)  # of UNCHANGED; None: there are no tokens
         if first is not None:
-            self.unchanged.include(first)
-            if self.unchanged.sqnr < self.enough + MARGIN_DB:
-                for error, own in zip(self.errors.values(), chain([first], errors), strict=True):
-                    error.include(own)
+            self.unchanged = first
+            if first.sqnr < self.enough + MARGIN_DB:
+                self.errors = dict(zip(self.errors, chain([first], errors), strict=True))
+        self.kept.clear()
 
     def include_later(self) -> None:
         """Widen the ranges to all samples, once the errors are known."""
@@ -229,8 +236,9 @@ class _Input(LinearInput):
 
     @property
     def can_rotate(self) -> bool:
-        """Whether the number of channels is a multiple of those that are rotated together."""
-        return self.layers[0].real.shape[1] % ROTATED_TOGETHER == 0
+        """Whether the channels are a multiple of those that are rotated together, and the layers are large."""
+        outputs = sum(len(layer.real) for layer in self.layers)
+        return self.layers[0].real.shape[1] % ROTATED_TOGETHER == 0 and outputs >= LEAST_OUTPUTS
 
     @property
     def enough(self) -> float:
@@ -267,7 +275,7 @@ def _moved(layer: LinearLayer, factors: Tensor | None, rotates: bool) -> tuple[T
     """Weight of a layer times the factors, rotated or not, (O, C), and its grid."""
     if factors is None and not rotates:
         return layer.real, layer.grid
-    weight = layer.real if factors is None else layer.real * factors
+    weight = layer.real.detach() if factors is None else layer.real.detach() * factors
     weight = rotated(weight, ROTATED_TOGETHER) if rotates else weight
     observer = observer_for(replace(layer.spec, bits=layer.grid.bits), axis=0)
     observer(weight)

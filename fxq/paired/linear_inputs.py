@@ -70,6 +70,8 @@ class LinearLayer:
 
 Form = tuple[Tensor, Sequence[Tensor]]
 """Rounded tokens, (N, C), and rounded weights of the layers that read them, (out, C) each."""
+MAX_RESULTS = 1 << 26
+"""Maximum number of results of the layers of an input that are compared at once, 256 MiB."""
 
 
 @dataclass
@@ -80,8 +82,9 @@ class LinearInput(ABC):
         quantize: node that quantizes it.
         grid: its grid, calibrated or dynamic.
         layers: layers that read it.
-        most: number of tokens that remain to be compared.
+        most: number of tokens that remain to be kept.
         tokens: number of tokens seen so far, without padding.
+        kept: tokens to compare, float32, (N, C) each; none after `finish`.
     """
 
     quantize: fx.Node
@@ -89,25 +92,35 @@ class LinearInput(ABC):
     layers: list[LinearLayer]
     most: int
     tokens: int = field(default=0, init=False)
+    kept: list[Tensor] = field(default_factory=list, init=False)
 
     @abstractmethod
     def see(self, x: Tensor, share: float) -> None:
         """Process tokens, float32, (N, C). The first `share` of them, 0 to 1, is of the first half of the samples."""
 
-    def errors_of(self, x: Tensor, ways: Callable[[Tensor], Iterable[Form]]) -> Iterator[Agreement]:
-        """Yield the error of each way to round, relative to the layers' float results.
+    @abstractmethod
+    def finish(self) -> None:
+        """Compare the tokens that were kept, after all have been seen, and drop them."""
 
-        All tokens have the same weight, so that tokens with large values do not hide the errors of others. At most
-        `most` tokens are compared in total.
-
-        Args:
-            x: tokens, float32, (N, C).
-            ways: function that yields the rounded tokens and weights of each way.
-        """
+    def keep(self, x: Tensor) -> None:
+        """Keep tokens, float32, (N, C), to compare them all at once: each way to round a weight is computed once."""
         x = x[: self.most]
         self.most -= len(x)
-        if not len(x):
+        if len(x):
+            self.kept.append(x.clone())
+
+    def errors_of(self, ways: Callable[[Tensor], Iterable[Form]]) -> Iterator[Agreement]:
+        """Yield the error of each way to round the tokens that were kept, relative to the layers' float results.
+
+        All tokens have the same weight, so that tokens with large values do not hide the errors of others.
+
+        Args:
+            ways: function of tokens, float32, (N, C), that yields the rounded tokens and weights of each way.
+        """
+        if not self.kept:
             return
+        most = MAX_RESULTS // sum(len(layer.real) for layer in self.layers)
+        x = torch.cat(self.kept)[: max(most, 1)]
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]
         for rounded, rounded_weights in ways(x):
@@ -150,6 +163,9 @@ def seen_inputs(
             share = 0.5 if len(batches) == 1 else float(i < (len(batches) + 1) // 2)
             with torch.no_grad(), seeded():
                 _see(PairedRun.with_float_form(gm, [batch], inputs, floats, inputs), inputs, share)
+        with torch.no_grad():
+            for linear_input in inputs.values():
+                linear_input.finish()
         return [linear_input for linear_input in inputs.values() if linear_input.tokens >= least]
 
     return on_samples(context, samples, run) if context.samples else []

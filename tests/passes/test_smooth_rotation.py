@@ -17,9 +17,9 @@ from tests.support.graphs import expected, program, run_pass
 
 LAYER = """
     x: float32[64, 256] = input()
-    w: float32[3, 256] = tensor('w')
-    w_int8: int8[3, 256] = tensor('w_int8')
-    scale: float32[3] = tensor('scale')
+    w: float32[512, 256] = tensor('w')
+    w_int8: int8[512, 256] = tensor('w_int8')
+    scale: float32[512] = tensor('scale')
     x_scale: float32[64, 1] = choose_scale(x, steps=127, axis=-1)
     x_q = quantize(x, scale=x_scale, zero_point=128)
     x_dq = dequantize(x_q, scale=x_scale, zero_point=128)
@@ -47,7 +47,7 @@ def rotation(channels):
 
 
 def layer_tensors():
-    w = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    w = torch.randn(512, 256, generator=torch.Generator().manual_seed(1))
     scale = w.abs().amax(1) / 127
     return {"w": w, "scale": scale, "w_int8": (w / scale[:, None]).round().to(torch.int8)}
 
@@ -62,11 +62,11 @@ def test_text_before_and_after():
         x_rotated_scale: float32[64, 1] = choose_scale(x_rotated, steps=127, axis=-1)
         x_rotated_q: uint8[64, 256] = quantize(x_rotated, {grid})
         x_rotated_dq: float32[64, 256] = dequantize(x_rotated_q, {grid})
-        w_smoothed_int8: int8[3, 256] = tensor('fxq_data.w_smoothed_int8')
-        w_smoothed_scale: float32[3] = tensor('fxq_data.w_smoothed_scale')
-        w_dq: float32[3, 256] = dequantize(w_smoothed_int8, scale=w_smoothed_scale, zero_point=0, \
+        w_smoothed_int8: int8[512, 256] = tensor('fxq_data.w_smoothed_int8')
+        w_smoothed_scale: float32[512] = tensor('fxq_data.w_smoothed_scale')
+        w_dq: float32[512, 256] = dequantize(w_smoothed_int8, scale=w_smoothed_scale, zero_point=0, \
 qmin=-127, qmax=127, axis=0)
-        y: float32[64, 3] = linear(x_rotated_dq, w_dq)
+        y: float32[64, 512] = linear(x_rotated_dq, w_dq)
         return y
     """)
     turned = tensors["w"] @ rotation(256)
@@ -81,15 +81,15 @@ def test_what_it_leaves_alone(step):
     assert not any(is_op(node, "rotate_rows") for node in gm.graph.nodes)
 
 
-@pytest.mark.parametrize("channels", [30, 240])
-def test_channels_that_are_no_multiple_of_32_are_not_rotated(channels):
-    qmodel = fxq.quantize(layer(channels), DYNAMIC, data=[peaked(64, 16, channels)])
+@pytest.mark.parametrize(("channels", "outputs"), [(30, 512), (240, 512), (256, 511)])
+def test_channels_that_are_no_multiple_of_32_and_small_layers_are_not_rotated(channels, outputs):
+    qmodel = fxq.quantize(layer(channels, outputs), DYNAMIC, data=[peaked(64, 16, channels)])
     assert "rotate_rows" not in str(qmodel.history["smooth"])
 
 
-def layer(channels=256):
+def layer(channels=256, outputs=512):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(channels, 24, bias=False)).eval()
+    return nn.Sequential(nn.Linear(channels, outputs, bias=False)).eval()
 
 
 DYNAMIC = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
