@@ -70,8 +70,8 @@ class LinearLayer:
 
 Form = tuple[Tensor, Sequence[Tensor]]
 """Rounded tokens, (N, C), and rounded weights of the layers that read them, (out, C) each."""
-MAX_RESULTS = 1 << 26
-"""Maximum number of results of the layers of an input that are compared at once, 256 MiB."""
+MAX_MACS, LEAST_COMPARED = 1 << 29, 256
+"""Multiply-accumulates up to which further tokens are compared, and the number of tokens that are compared anyway."""
 
 
 @dataclass
@@ -112,15 +112,17 @@ class LinearInput(ABC):
     def errors_of(self, ways: Callable[[Tensor], Iterable[Form]]) -> Iterator[Agreement]:
         """Yield the error of each way to round the tokens that were kept, relative to the layers' float results.
 
-        All tokens have the same weight, so that tokens with large values do not hide the errors of others.
+        All tokens have the same weight, so that tokens with large values do not hide the errors of others. Of tokens of
+        large layers, some are compared, at equal distances.
 
         Args:
             ways: function of tokens, float32, (N, C), that yields the rounded tokens and weights of each way.
         """
         if not self.kept:
             return
-        most = MAX_RESULTS // sum(len(layer.real) for layer in self.layers)
-        x = torch.cat(self.kept)[: max(most, 1)]
+        x = torch.cat(self.kept)
+        compared = max(LEAST_COMPARED, MAX_MACS // sum(layer.real.numel() for layer in self.layers))
+        x = x[:: -(-len(x) // compared)]
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]
         for rounded, rounded_weights in ways(x):

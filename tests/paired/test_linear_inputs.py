@@ -1,11 +1,14 @@
 """Quantized inputs of linear layers, and the errors of rounding them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import fxq
 from fxq.common.metrics import sqnr
+from fxq.paired import linear_inputs
 from fxq.paired.linear_inputs import LinearInput, seen_inputs
 from fxq.quant.dynamic_grid import DynamicGrid
 from tests.support.graphs import until
@@ -19,6 +22,9 @@ class Seen(LinearInput):
 
     def see(self, x, share):
         self.shown = [*getattr(self, "shown", []), (x, share)]
+
+    def finish(self):
+        self.finished = len(self.shown)
 
 
 def inputs(model, data, least=1, recipe=REFERENCE):
@@ -46,22 +52,19 @@ def test_inputs_with_too_few_tokens_are_left_out():
     assert inputs(network(), torch.randn(4, 5, 6), least=20) != []
 
 
-def test_tokens_count_alike_and_no_more_than_asked():
+def test_tokens_count_alike():
     """One token of 1000 times the size would hide all others in a plain sum of squares."""
     torch.manual_seed(0)
     (linear_input,) = inputs(nn.Sequential(nn.Linear(16, 16)).eval(), torch.randn(32, 16))
+    assert linear_input.finished == 1
     x = torch.randn(32, 16)
     x[0] *= 1000
     coarse = x.clone()
     coarse[1:] = 0
     weights = [layer.real for layer in linear_input.layers]
-    (error,) = linear_input.errors_of(x, lambda some: [(coarse[: len(some)], weights)])
+    linear_input.keep(x)
+    (error,) = linear_input.errors_of(lambda some: [(coarse[: len(some)], weights)])
     assert error.sqnr < 1.0 < 40.0 < sqnr(x @ weights[0].T, coarse @ weights[0].T)
-    assert linear_input.most == 1024 - 32
-    linear_input.most = 8
-    assert len(list(linear_input.errors_of(x, lambda some: [(some, weights)] if len(some) == 8 else []))) == 1
-    assert linear_input.most == 0
-    assert list(linear_input.errors_of(x, lambda some: [(some, weights)])) == []  # nothing is left to compare
 
 
 @pytest.mark.parametrize(("per", "axis"), [("row", -1), ("tensor", None)])
@@ -71,3 +74,41 @@ def test_inputs_that_are_measured(per, axis):
     model = nn.Sequential(nn.Linear(4, 3)).eval()
     (linear_input,) = inputs(model, torch.randn(32, 4), recipe=recipe)
     assert linear_input.grid == DynamicGrid(0, 255, torch.uint8, axis, symmetric=False)
+
+
+def compared(linear_input):
+    """Tokens that are compared, and the error of a way that adds 0.1 to each."""
+    seen = []
+
+    def ways(x):
+        seen.append(x)
+        yield x + 0.1, [layer.real for layer in linear_input.layers]
+
+    (error,) = linear_input.errors_of(ways)
+    return seen[0], error
+
+
+@pytest.mark.parametrize(("macs", "least", "step"), [(1 << 29, 1, 1), (12 * 20, 1, 3), (12, 1, 60), (12, 15, 4)])
+def test_tokens_of_large_layers_are_compared_at_equal_distances(macs, least, step, monkeypatch):
+    monkeypatch.setattr(linear_inputs, "MAX_MACS", macs)
+    monkeypatch.setattr(linear_inputs, "LEAST_COMPARED", least)
+    tokens = torch.randn(60, 4)
+    linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=60)
+    for part in tokens.split([7, 0, 40, 13]):
+        linear_input.keep(part)
+    x, error = compared(linear_input)
+    assert torch.equal(x, tokens[::step])
+    assert error.sqnr < 40  # dB; 0.1 beside 1
+
+
+def test_no_more_tokens_are_kept_than_asked_for():
+    linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=10)
+    tokens = torch.randn(16, 4)
+    for part in tokens.split(6):
+        linear_input.keep(part)
+    tokens[:] = 0  # the kept ones are copies
+    x, _ = compared(linear_input)
+    assert len(x) == 10 and bool((x != 0).all())
+    assert linear_input.most == 0
+    linear_input.kept.clear()
+    assert list(linear_input.errors_of(lambda x: [])) == []
