@@ -55,7 +55,7 @@ ROTATED = (_Variant(rotates=True), _Variant(STRENGTHS[0], rotates=True))
 """Variants with rotated tokens, for inputs that are dynamic already."""
 ROTATED_TOGETHER = 32
 """Values that are rotated together. More of them are smaller, but take longer to rotate."""
-LEAST_OUTPUTS = 16 * ROTATED_TOGETHER
+MIN_OUTPUTS = 16 * ROTATED_TOGETHER
 """Minimum number of outputs of the layers that read an input, so that rotating it takes a small part of their time."""
 
 
@@ -238,7 +238,7 @@ class _Input(LinearInput):
     def can_rotate(self) -> bool:
         """Whether the channels are a multiple of those that are rotated together, and the layers are large."""
         outputs = sum(len(layer.real) for layer in self.layers)
-        return self.layers[0].real.shape[1] % ROTATED_TOGETHER == 0 and outputs >= LEAST_OUTPUTS
+        return self.layers[0].real.shape[1] % ROTATED_TOGETHER == 0 and outputs >= MIN_OUTPUTS
 
     @property
     def enough(self) -> float:

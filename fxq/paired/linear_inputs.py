@@ -70,7 +70,7 @@ class LinearLayer:
 
 Form = tuple[Tensor, Sequence[Tensor]]
 """Rounded tokens, (N, C), and rounded weights of the layers that read them, (out, C) each."""
-MAX_MACS, LEAST_COMPARED = 1 << 29, 256
+MAX_MACS, MIN_COMPARED = 1 << 29, 256
 """Multiply-accumulates up to which further tokens are compared, and the number of tokens that are compared anyway."""
 
 
@@ -121,7 +121,7 @@ class LinearInput(ABC):
         if not self.kept:
             return
         x = torch.cat(self.kept)
-        compared = max(LEAST_COMPARED, MAX_MACS // sum(layer.real.numel() for layer in self.layers))
+        compared = max(MIN_COMPARED, MAX_MACS // sum(layer.real.numel() for layer in self.layers))
         x = x[:: -(-len(x) // compared)]
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]

@@ -91,7 +91,7 @@ def compared(linear_input):
 @pytest.mark.parametrize(("macs", "least", "step"), [(1 << 29, 1, 1), (12 * 20, 1, 3), (12, 1, 60), (12, 15, 4)])
 def test_tokens_of_large_layers_are_compared_at_equal_distances(macs, least, step, monkeypatch):
     monkeypatch.setattr(linear_inputs, "MAX_MACS", macs)
-    monkeypatch.setattr(linear_inputs, "LEAST_COMPARED", least)
+    monkeypatch.setattr(linear_inputs, "MIN_COMPARED", least)
     tokens = torch.randn(60, 4)
     linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=60)
     for part in tokens.split([7, 0, 40, 13]):
