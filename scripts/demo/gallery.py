@@ -50,7 +50,7 @@ from scripts.demo.sequence_subjects import Part
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = 64
 """Weights of a language model that share a scale."""
-CALLS, LONGEST = 20, 2.0
+CALLS, LONGEST = 500, 2.0
 """Calls that a latency is the least of, and the seconds after which no further call is made."""
 
 Tool = Callable[[Part, bool], Made]
