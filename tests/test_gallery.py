@@ -1,7 +1,9 @@
 """The gallery: its page, its pictures, a tool that fails, files of models and of networks, and how results are read."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import numpy as np
 import onnx.parser
@@ -64,20 +66,33 @@ def test_a_row_has_the_quality_and_a_failure_its_reason():
     model, x = nn.Linear(8, 4).eval(), torch.randn(64, 8)
     part = Part(model, (x[:1],), [(x,)])
     subject = Subject("linear", [part], lambda calls: calls[0](x), lambda a, b: {"SQNR, dB": sqnr(a, b)})
-    result, outputs = gallery.row(subject, "float", gallery.as_it_is, model(x))
-    assert result["quality"] == {"SQNR, dB": None} and result["ms"] > 0 and result["bytes"] == 4 * 36
-    assert torch.equal(outputs, model(x))
+    result, outputs, calls = gallery.row(subject, "float", gallery.as_it_is, model(x))
+    assert result["quality"] == {"SQNR, dB": None} and result["bytes"] == 4 * 36
+    assert torch.equal(outputs, model(x)) and calls == [model]
 
     def broken(part, is_transformer):
         raise ValueError("no such op\nmore")
 
-    result, outputs = gallery.row(subject, "broken", broken, model(x))
-    assert outputs is None and result == {"tool": "broken", "why": "ValueError: no such op"}
+    result, outputs, calls = gallery.row(subject, "broken", broken, model(x))
+    assert outputs is calls is None and result == {"tool": "broken", "why": "ValueError: no such op"}
     rows = [
         {**result},
         {"tool": "float", "quality": {"a": 1.0}, "ms": 1.0, "bytes": 1e6, "seconds": 2.0, "backends": []},
     ]
     assert "| float | 1 | 1 | 1 |  |" in gallery_page.table(rows) and "broken" not in gallery_page.table(rows)
+
+
+def test_tools_are_timed_in_turns():
+    x, order = torch.randn(1, 8), []
+    subject = Subject("linear", [Part(nn.Identity(), (x,), [(x,)])], lambda calls: calls[0](x), lambda a, b: {})
+
+    def tool(name):
+        return lambda x: order.append(name) or torch.ones(999).sum()
+
+    times = gallery.milliseconds(subject, {name: [tool(name)] for name in "ab"})
+    assert [*times] == ["a", "b"] and 0 <= min(times.values()) < math.inf
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert turns == ["a", "b"] * gallery.ROUNDS
 
 
 @pytest.mark.slow

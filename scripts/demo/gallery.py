@@ -11,9 +11,10 @@ fxq also quantizes them dynamically: weights to 8 bits, and the inputs of linear
 Models of fxq are saved, and loaded by another process, which cannot import the packages of the networks; "file" says
 whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
-calls on one thread, of all parts of a network on one input. Seconds to quantize are those of the CPU, with the export
-to ONNX where there is one. What fails has its reason in place of numbers. The rows go to `scripts/docs/gallery.json`, a
-picture of each network to `scripts/docs/static/gallery`; then `python -m scripts.docs.gallery_page` writes the page.
+calls on one thread, of all parts of a network on one input; the tools of a network are called in turns. Seconds to
+quantize are those of the CPU, with the export to ONNX where there is one. What fails has its reason in place of numbers.
+The rows go to `scripts/docs/gallery.json`, a picture of each network to `scripts/docs/static/gallery`; then
+`python -m scripts.docs.gallery_page` writes the page.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ from scripts.demo.sequence_subjects import Part
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = 64
 """Weights of a language model that share a scale."""
-CALLS, LONGEST = 500, 2.0
-"""Calls that a latency is the least of, and the seconds after which no further call is made."""
+ROUNDS, ROUND_CALLS, ROUND_S = 12, 50, 0.1
+"""Rounds in which the tools are called in turns; the calls of a tool in each at most, and the seconds that end them."""
 
 Tool = Callable[[Part, bool], Made]
 """Quantizes a part, told whether it is a transformer."""
@@ -214,19 +215,30 @@ def same_in_file(subject: Subject, models: Sequence[Any]) -> bool:
     return True
 
 
-def milliseconds(subject: Subject, calls: Sequence[Callable[..., Any]]) -> float:
-    """Least milliseconds in which all parts of a network run on their examples."""
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < CALLS and sum(times) < LONGEST):
-        start = time.process_time()  # of all threads, of which there is one: other programs do not count
-        for part, call in zip(subject.parts, calls, strict=True):
-            call(*part.example)
-        times.append(time.process_time() - start)
-    return 1e3 * min(times)
+Calls = Sequence[Callable[..., Any]]
+"""Functions that run the parts of a network."""
 
 
-def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[str, Any], Any]:
-    """Row of one tool, and its outputs; None if it fails."""
+def milliseconds(subject: Subject, tools: Mapping[str, Calls]) -> dict[str, float]:
+    """Least milliseconds in which each tool runs all parts of a network on their examples.
+
+    The tools are called in turns, since the speed of a machine changes from minute to minute.
+    """
+    least = dict.fromkeys(tools, math.inf)
+    for _ in range(ROUNDS):
+        for name, calls in tools.items():
+            spent, count = 0.0, 0
+            while count < ROUND_CALLS and spent < ROUND_S:
+                start = time.process_time()  # of all threads, of which there is one: other programs do not count
+                for part, call in zip(subject.parts, calls, strict=True):
+                    call(*part.example)
+                spent, count = spent + (took := time.process_time() - start), count + 1
+                least[name] = min(least[name], took)
+    return {name: 1e3 * seconds for name, seconds in least.items()}
+
+
+def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[str, Any], Any, Calls | None]:
+    """Row of one tool, its outputs, and the functions that run the parts; None if it fails."""
     start = time.process_time()
     try:
         parts = [tool(part, subject.is_transformer) for part in subject.parts]
@@ -236,7 +248,6 @@ def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[st
         quality = subject.judge(expected, outputs)
         facts = {
             "quality": {kind: value if math.isfinite(value) else None for kind, value in quality.items()},
-            "ms": milliseconds(subject, calls),
             "bytes": sum(part.nbytes for part in parts),
             "seconds": seconds,
             "int8_macs": [part.macs for part in parts if part.macs is not None],
@@ -244,10 +255,10 @@ def row(subject: Subject, name: str, tool: Tool, expected: Any) -> tuple[dict[st
         }
         if is_own(name):
             facts["same_in_file"] = same_in_file(subject, calls)
-        return {"tool": name, **facts}, outputs
+        return {"tool": name, **facts}, outputs, calls
     except Exception as error:  # tools fail in many ways; each is a result
         words = (str(error).strip().splitlines() or [""])[0][:160]
-        return {"tool": name, "why": f"{type(error).__name__}: {words}"}, None
+        return {"tool": name, "why": f"{type(error).__name__}: {words}"}, None, None
 
 
 def shown(name: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -292,17 +303,22 @@ def main() -> None:
         about = {key: getattr(exhibit, key) for key in ("source", "shows", "note")}
         about |= {"name": subject.name, "machine": machine()}
         results: list[dict[str, Any]] = []
+        made: dict[str, Calls] = {}
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = subject.outputs([part.model for part in subject.parts])
             for name, tool in tools_for(exhibit).items():
-                result, outputs = row(subject, name, tool, expected)
+                result, outputs, calls = row(subject, name, tool, expected)
                 results.append(result)
+                made |= {} if calls is None else {name: calls}
                 store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
                 if is_own(name) and outputs is not None:
                     picture = exhibit.picture(subject, expected, outputs)
                     small = picture.quantize(128, dither=Image.Dither.NONE)
                     small.save(arguments.pictures / f"{key}.png", optimize=True)
+            times = milliseconds(subject, made)
+        results = [entry | ({"ms": times[entry["tool"]]} if entry["tool"] in times else {}) for entry in results]
+        store(arguments.json, key, {**about, "rows": results})
         print(shown(subject.name, results), end="\n\n", flush=True)
 
 
