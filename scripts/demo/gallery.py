@@ -12,8 +12,8 @@ Models of fxq are saved, and loaded by another process, which cannot import the 
 whether its outputs are equal, bit for bit.
 Quality is that of the kernels of this machine, on data that calibrated nothing. Milliseconds are the least of several
 calls on one thread, of all parts of a network on one input; the tools of a network are called in turns. Seconds to
-quantize are those of the CPU, with the export to ONNX where there is one. What fails has its reason in place of numbers.
-The rows go to `scripts/docs/gallery.json`, a picture of each network to `scripts/docs/static/gallery`; then
+quantize are those of the CPU, with the export to ONNX where there is one. What fails has its reason in place of
+numbers. The rows go to `scripts/docs/gallery.json`, a picture of each network to `scripts/docs/static/gallery`; then
 `python -m scripts.docs.gallery_page` writes the page.
 """
 
@@ -303,20 +303,20 @@ def main() -> None:
         about = {key: getattr(exhibit, key) for key in ("source", "shows", "note")}
         about |= {"name": subject.name, "machine": machine()}
         results: list[dict[str, Any]] = []
-        made: dict[str, Calls] = {}
+        running: dict[str, Calls] = {}
         with threads_set_to(1), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = subject.outputs([part.model for part in subject.parts])
             for name, tool in tools_for(exhibit).items():
                 result, outputs, calls = row(subject, name, tool, expected)
                 results.append(result)
-                made |= {} if calls is None else {name: calls}
+                running |= {} if calls is None else {name: calls}
                 store(arguments.json, key, {**about, "rows": results})  # each row at once: one can take many minutes
                 if is_own(name) and outputs is not None:
                     picture = exhibit.picture(subject, expected, outputs)
                     small = picture.quantize(128, dither=Image.Dither.NONE)
                     small.save(arguments.pictures / f"{key}.png", optimize=True)
-            times = milliseconds(subject, made)
+            times = milliseconds(subject, running)
         results = [entry | ({"ms": times[entry["tool"]]} if entry["tool"] in times else {}) for entry in results]
         store(arguments.json, key, {**about, "rows": results})
         print(shown(subject.name, results), end="\n\n", flush=True)
