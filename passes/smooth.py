@@ -1,9 +1,9 @@
-"""smooth: divide or rotate outliers of a linear layer's input, or quantize its tokens dynamically."""
+"""smooth: scale or rotate inputs of linear layers with outliers, or quantize their tokens dynamically."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -54,14 +54,14 @@ PER_ROW = (_Variant(rows=True), _Variant(STRENGTHS[0], rows=True))
 ROTATED = (_Variant(rotates=True), _Variant(STRENGTHS[0], rotates=True))
 """Variants with rotated tokens, for inputs that are dynamic already."""
 ROTATED_TOGETHER = 32
-"""Values that are rotated together. More of them are smaller, but take longer to rotate."""
+"""Number of channels that are rotated together. A larger group lowers peaks further, and takes longer."""
 MIN_OUTPUTS = 16 * ROTATED_TOGETHER
 """Minimum number of outputs of the layers that read an input, so that rotating it takes a small part of their time."""
 
 
 @dataclass(frozen=True)
 class Smooth(Pass):
-    """Divide the inputs of linear layers by factors that multiply the weights, rotate them, or quantize each token.
+    """Scale or rotate the inputs of linear layers, and the weights inversely, or quantize each token dynamically.
 
     Before: linear(dequantize(quantize(x)), dequantize(w_int8), b)
     After: linear(dequantize(quantize(x * (1 / s))), dequantize(w_s_int8), b), with w_s = w * s
@@ -79,8 +79,8 @@ class Smooth(Pass):
     kernel for that, `fallback` moves it to float. Ops that only move data, between a float op and the new quantize,
     move floats, so that nothing is rounded twice.
     Nor do factors help where other channels are large in each token, as in the products of gated feed-forward layers.
-    A rotation by a Hadamard matrix divides each value among 32, whichever is large. Inputs of layers with fewer than
-    512 outputs in all are not rotated.
+    A rotation by a Hadamard matrix spreads each value over 32 channels, so that no token needs a wide range for one
+    value. It is for inputs of a multiple of 32 channels that are read by layers with 512 outputs or more, in all.
     Source: Xiao et al. 2023 (SmoothQuant, arXiv 2211.10438), equations 3 and 4; Dettmers et al. 2022, section 2.1 (a
     scale for each row); Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), section 4 (rotations in each call).
 
@@ -93,7 +93,8 @@ class Smooth(Pass):
         rotation_gain: minimum SQNR in dB that layers must gain by a rotation over factors alone; it is a product with a
             matrix of 32 x 32 for each 32 values of the input.
         samples: number of samples to use.
-        rows: number of their tokens to use for the errors.
+        rows: maximum number of their tokens to use for the errors, drawn from all of them. Of large layers, fewer are
+            used, but at least 256.
         least: minimum number of tokens in the samples. With fewer, the ranges are not known well, and nothing changes.
     """
 
@@ -186,14 +187,15 @@ class _Input(LinearInput):
         """Widen the ranges to all samples, once the errors are known."""
         self.low, self.high = torch.minimum(self.low, self.later[0]), torch.maximum(self.high, self.later[1])
 
-    def _variants(self, x: Tensor) -> Iterator[Form]:
-        """Yield the rounded tokens and weights of each variant."""
+    def _variants(self, parts: Sequence[Tensor]) -> Iterator[Form]:
+        """Yield the rounded tokens of all parts, and the rounded weights, of each variant."""
         for variant in self.errors:
             factors = self.factors(variant.strength)
-            tokens = x if factors is None else x / factors
-            tokens = rotated(tokens, ROTATED_TOGETHER) if variant.rotates else tokens
-            moved = (_moved(layer, factors, variant.rotates) for layer in self.layers)
-            yield self.grid_for(variant, factors).rounded(tokens), [grid.rounded(weight) for weight, grid in moved]
+            tokens = parts if factors is None else [part / factors for part in parts]
+            tokens = [rotated(part, ROTATED_TOGETHER) for part in tokens] if variant.rotates else tokens
+            weights = (_transformed_weight(layer, factors, variant.rotates) for layer in self.layers)
+            rounded = torch.cat([self.grid_for(variant, factors).rounded(part) for part in tokens])
+            yield rounded, [grid.rounded(weight) for weight, grid in weights]
 
     def factors(self, strength: float | None) -> Tensor | None:
         """Divisors of the channels, (C,). A channel that is zero in all samples gets the median of the others."""
@@ -253,10 +255,10 @@ class _Input(LinearInput):
         smoothed = max(SMOOTHED, key=sqnr.__getitem__)
         if sqnr[smoothed] >= sqnr[best] + (self.options.dynamic_gain if self.is_dynamic else self.options.gain):
             best = smoothed
-        rotations = [variant for variant in sqnr if variant.rotates]
-        if rotations and sqnr[best] < self.enough:
-            most = max(rotations, key=sqnr.__getitem__)
-            best = most if sqnr[most] >= sqnr[best] + self.options.rotation_gain else best
+        if self.is_dynamic and self.can_rotate and sqnr[best] < self.enough:
+            plain, smoothed = ROTATED
+            turned = smoothed if sqnr[smoothed] >= sqnr[plain] + self.options.dynamic_gain else plain
+            best = turned if sqnr[turned] >= sqnr[best] + self.options.rotation_gain else best
         if sqnr[best] < self.enough and not self.is_dynamic:
             before = sqnr[best]
             plain, smoothed = PER_ROW
@@ -271,7 +273,7 @@ def _around(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.minimum(low, x.amin(0)), torch.maximum(high, x.amax(0))) if len(x) else (low, high)
 
 
-def _moved(layer: LinearLayer, factors: Tensor | None, rotates: bool) -> tuple[Tensor, QParams]:
+def _transformed_weight(layer: LinearLayer, factors: Tensor | None, rotates: bool) -> tuple[Tensor, QParams]:
     """Weight of a layer times the factors, rotated or not, (O, C), and its grid."""
     if factors is None and not rotates:
         return layer.real, layer.grid
@@ -297,6 +299,8 @@ def _write(rewriter: Rewriter, linear_input: _Input, variant: _Variant, why: str
             _write_weight(rewriter, layer, factors, variant.rotates)
         if variant.rows:
             rewriter.describe(layer.node, plan=replace(layer.plan, reads=linear_input.row_spec), note=why)
+        elif variant.rotates:
+            rewriter.describe(layer.node, note="its input is rotated in each call, so that outliers are spread")
     rewriter.erase_unused()
     move_floats(rewriter, read)
 
@@ -312,7 +316,7 @@ def _divided(rewriter: Rewriter, value: fx.Node, factors: Tensor, old: fx.Node, 
 
 
 def _rotated(rewriter: Rewriter, value: fx.Node, read: fx.Node, old: fx.Node) -> fx.Node:
-    """Insert a rotation of a value, which is made of `read`, before its quantize `old`."""
+    """Insert a rotation of a value, which is computed from `read`, before its quantize `old`."""
     typed, name = (info(read).shape, torch.float32), f"{read.name}_rotated"
     rotation = rewriter.call("rotate_rows", value, size=ROTATED_TOGETHER, before=old, name=name, typed=typed, like=old)
     why = "divides outliers among the values of a token, before its range is computed"
@@ -322,14 +326,15 @@ def _rotated(rewriter: Rewriter, value: fx.Node, read: fx.Node, old: fx.Node) ->
 
 def _write_weight(rewriter: Rewriter, layer: LinearLayer, factors: Tensor | None, rotates: bool) -> None:
     """Replace a weight by the weight times the factors, rotated or not."""
-    old, (weight, grid) = layer.weight, _moved(layer, factors, rotates)
+    old, (weight, grid) = layer.weight, _transformed_weight(layer, factors, rotates)
     name = info(old).stands_for.removeprefix("fxq_data.").replace(".", "_")
-    real = rewriter.constant(weight, f"{name}_smoothed", before=old)
-    integers = rewriter.constant(quantize(weight, grid), f"{name}_smoothed_int8", before=old)
-    scale = rewriter.constant(grid.scale, f"{name}_smoothed_scale", before=old)
+    name = f"{name}_{'rotated' if rotates else 'smoothed'}"
+    real = rewriter.constant(weight, name, before=old)
+    integers = rewriter.constant(quantize(weight, grid), f"{name}_int8", before=old)
+    scale = rewriter.constant(grid.scale, f"{name}_scale", before=old)
     new: dict[str, Any] = {"scale": scale}
     if not layer.spec.symmetric:
-        new["zero_point"] = rewriter.constant(grid.zero_point, f"{name}_smoothed_zero_point", before=old)
+        new["zero_point"] = rewriter.constant(grid.zero_point, f"{name}_zero_point", before=old)
     rewriter.update(old, args=(integers, *old.args[1:]), kwargs={**old.kwargs, **new})
     rewriter.describe(old, stands_for=str(real.target))
     rewriter.erase(real)

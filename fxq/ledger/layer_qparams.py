@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -211,7 +212,7 @@ def _layer(
     gates = traits.recurrence.gates if traits.recurrence is not None else ()
     size = len(first.values) // max(len(gates), 1)
     outer, integers = outside.get(value.args[0], (gm, value.args[0])) if reads != "float" else (gm, None)
-    rotation = integers.args[0] if isinstance(integers, fx.Node) and integers.args else None
+    quantized = _quantized_value(integers)
     return LayerQParams(
         weights=weights,
         gates={name: slice(i * size, (i + 1) * size) for i, name in enumerate(gates)},
@@ -224,16 +225,20 @@ def _layer(
         output_scale=out.s if out is not None else None,
         output_zero_point=out.z if out is not None else None,
         node=node.name,
-        input_factors=_factors(outer, integers),
-        input_rotation=options_of(rotation)["size"] if is_op(rotation, "rotate_rows") else None,
+        input_factors=_factors(outer, quantized),
+        input_rotation=options_of(quantized)["size"] if is_op(quantized, "rotate_rows") else None,
     )
 
 
-def _factors(gm: fx.GraphModule, integers: Any) -> Tensor | None:
-    """Factors that a pass inserted before a quantize node, on the CPU; None if there are none."""
-    product: Any = integers.args[0] if isinstance(integers, fx.Node) and integers.args else None
-    if is_op(product, "rotate_rows"):
-        product = product.args[0]
+def _quantized_value(integers: Any) -> Any:
+    """Value that a quantize node reads; None if it is not known. A kernel of dynamic ranges has several results."""
+    node = integers.args[0] if isinstance(integers, fx.Node) and integers.target is operator.getitem else integers
+    return node.args[0] if isinstance(node, fx.Node) and node.args else None
+
+
+def _factors(gm: fx.GraphModule, quantized: Any) -> Tensor | None:
+    """Factors that a pass inserted before the quantize node of a value, on the CPU; None if there are none."""
+    product: Any = quantized.args[0] if is_op(quantized, "rotate_rows") else quantized
     factors = constant(gm, product.args[1]) if is_op(product, "mul") and info(product).origins == () else None
     return factors.cpu().flatten() if factors is not None else None
 

@@ -70,8 +70,10 @@ class LinearLayer:
 
 Form = tuple[Tensor, Sequence[Tensor]]
 """Rounded tokens, (N, C), and rounded weights of the layers that read them, (out, C) each."""
-MAX_MACS, MIN_COMPARED = 1 << 29, 256
-"""Multiply-accumulates up to which further tokens are compared, and the number of tokens that are compared anyway."""
+MAX_MACS = 1 << 29
+"""Multiply-accumulates for all tokens of an input that are compared, if these are more than `MIN_COMPARED`."""
+MIN_COMPARED = 256
+"""Number of tokens that are compared however large the layers are, if there are as many."""
 
 
 @dataclass
@@ -82,9 +84,10 @@ class LinearInput(ABC):
         quantize: node that quantizes it.
         grid: its grid, calibrated or dynamic.
         layers: layers that read it.
-        most: number of tokens that remain to be kept.
+        most: maximum number of tokens to compare.
         tokens: number of tokens seen so far, without padding.
-        kept: tokens to compare, float32, (N, C) each; none after `finish`.
+        kept: tokens to compare, float32, (N, C) each: of each batch if a batch has a range of its own, else of all
+            batches; none after `finish`.
     """
 
     quantize: fx.Node
@@ -93,6 +96,8 @@ class LinearInput(ABC):
     most: int
     tokens: int = field(default=0, init=False)
     kept: list[Tensor] = field(default_factory=list, init=False)
+    _ranks: Tensor = field(default_factory=lambda: torch.zeros(0), init=False)  # of the tokens of all batches, random
+    _draw: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), init=False)
 
     @abstractmethod
     def see(self, x: Tensor, share: float) -> None:
@@ -103,29 +108,35 @@ class LinearInput(ABC):
         """Compare the tokens that were kept, after all have been seen, and drop them."""
 
     def keep(self, x: Tensor) -> None:
-        """Keep tokens, float32, (N, C), to compare them all at once: each way to round a weight is computed once."""
-        x = x[: self.most]
-        self.most -= len(x)
-        if len(x):
-            self.kept.append(x.clone())
+        """Keep some of the tokens of a batch, float32, (N, C), for `errors_of`.
 
-    def errors_of(self, ways: Callable[[Tensor], Iterable[Form]]) -> Iterator[Agreement]:
+        They are drawn from all tokens alike, with a fixed seed. Where each batch has a range of its own, the first ones
+        are kept, batch by batch.
+        """
+        compared = min(self.most, max(MIN_COMPARED, MAX_MACS // sum(layer.real.numel() for layer in self.layers)))
+        if isinstance(self.grid, DynamicGrid) and self.grid.axis is None:
+            first = x[: compared - sum(map(len, self.kept))]
+            self.kept += [first.clone()] if len(first) else []
+            return
+        tokens = torch.cat([*self.kept, x])
+        ranks = torch.cat([self._ranks, torch.rand(len(x), generator=self._draw)])
+        chosen = ranks.topk(min(len(ranks), compared)).indices.sort().values
+        self.kept, self._ranks = [tokens[chosen.to(x.device)]], ranks[chosen]
+
+    def errors_of(self, ways: Callable[[Sequence[Tensor]], Iterable[Form]]) -> Iterator[Agreement]:
         """Yield the error of each way to round the tokens that were kept, relative to the layers' float results.
 
-        All tokens have the same weight, so that tokens with large values do not hide the errors of others. Of tokens of
-        large layers, some are compared, at equal distances.
+        All tokens have the same weight, so that tokens with large values do not hide the errors of others.
 
         Args:
-            ways: function of tokens, float32, (N, C), that yields the rounded tokens and weights of each way.
+            ways: function of `kept` that yields the rounded tokens of all parts, (N, C), and weights of each way.
         """
-        if not self.kept:
+        if not sum(map(len, self.kept)):
             return
         x = torch.cat(self.kept)
-        compared = max(MIN_COMPARED, MAX_MACS // sum(layer.real.numel() for layer in self.layers))
-        x = x[:: -(-len(x) // compared)]
         wanted = [x @ layer.real.T for layer in self.layers]
         weights = [token_weights(y).sqrt()[:, None] for y in wanted]
-        for rounded, rounded_weights in ways(x):
+        for rounded, rounded_weights in ways(self.kept):
             error = Agreement()
             for rounded_weight, want, by in zip(rounded_weights, wanted, weights, strict=True):
                 error.add(want * by, (rounded @ rounded_weight.T) * by)
@@ -145,7 +156,7 @@ def seen_inputs(
         context: context with the samples; without samples, there are no inputs.
         make: makes an input of the first four attributes of `LinearInput`.
         samples: number of samples to run.
-        rows: number of tokens to compare.
+        rows: maximum number of tokens to compare; of large layers, at least 256 are compared.
         least: minimum number of tokens of an input in these samples. With fewer, its ranges are not known well.
     """
     size = samples_in(context.example)

@@ -100,7 +100,7 @@ def dynamic(
     """Post-training dynamic quantization: ranges of activations are computed at each call. Needs no data.
 
     Linear, convolution and recurrent layers read integers and give floats. If you give data anyway, the pass `smooth`
-    moves outliers of the inputs of linear layers into their weights.
+    moves outliers of the inputs of linear layers into their weights, or rotates the inputs.
 
     Args:
         activation: spec of the inputs of layers; the default has a range per row, which is a token for a linear layer

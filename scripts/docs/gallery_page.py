@@ -79,7 +79,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         backends = ", ".join(dict.fromkeys(row["backends"]))
         tool = f"{row['tool']} ({backends})" if backends else row["tool"]
         seconds = "" if row["tool"].startswith("float") else number(row["seconds"])
-        cells = [tool, *quality, number(row["ms"]), number(row["bytes"] / 1e6), seconds]
+        cells = [tool, *quality, number(row.get("ms")), number(row["bytes"] / 1e6), seconds]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -63,7 +63,7 @@ def test_tokens_count_alike():
     coarse[1:] = 0
     weights = [layer.real for layer in linear_input.layers]
     linear_input.keep(x)
-    (error,) = linear_input.errors_of(lambda some: [(coarse[: len(some)], weights)])
+    (error,) = linear_input.errors_of(lambda parts: [(coarse, weights)])
     assert error.sqnr < 1.0 < 40.0 < sqnr(x @ weights[0].T, coarse @ weights[0].T)
 
 
@@ -80,35 +80,49 @@ def compared(linear_input):
     """Tokens that are compared, and the error of a way that adds 0.1 to each."""
     seen = []
 
-    def ways(x):
-        seen.append(x)
-        yield x + 0.1, [layer.real for layer in linear_input.layers]
+    def ways(parts):
+        seen.extend(parts)
+        yield torch.cat(parts) + 0.1, [layer.real for layer in linear_input.layers]
 
     (error,) = linear_input.errors_of(ways)
-    return seen[0], error
+    return seen, error
 
 
-@pytest.mark.parametrize(("macs", "least", "step"), [(1 << 29, 1, 1), (12 * 20, 1, 3), (12, 1, 60), (12, 15, 4)])
-def test_tokens_of_large_layers_are_compared_at_equal_distances(macs, least, step, monkeypatch):
+@pytest.mark.parametrize(
+    ("macs", "least", "most", "count"),
+    [
+        (1 << 29, 1, 60, 60),
+        (1 << 29, 1, 33, 33),
+        (12 * 20, 1, 60, 20),
+        (12, 1, 60, 1),
+        (12, 25, 60, 25),
+        (12, 59, 60, 59),
+    ],
+)
+def test_tokens_are_drawn_from_all_batches(macs, least, most, count, monkeypatch):
+    """Fewer of them for large layers, but not less than a minimum."""
     monkeypatch.setattr(linear_inputs, "MAX_MACS", macs)
     monkeypatch.setattr(linear_inputs, "MIN_COMPARED", least)
-    tokens = torch.randn(60, 4)
-    linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=60)
-    for part in tokens.split([7, 0, 40, 13]):
+    tokens = torch.arange(60.0)[:, None].repeat(1, 4)
+    linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=most)
+    for part in (given := tokens.clone()).split([7, 0, 40, 13]):
         linear_input.keep(part)
-    x, error = compared(linear_input)
-    assert torch.equal(x, tokens[::step])
-    assert error.sqnr < 40  # dB; 0.1 beside 1
-
-
-def test_no_more_tokens_are_kept_than_asked_for():
-    linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=10)
-    tokens = torch.randn(16, 4)
-    for part in tokens.split(6):
-        linear_input.keep(part)
-    tokens[:] = 0  # the kept ones are copies
-    x, _ = compared(linear_input)
-    assert len(x) == 10 and bool((x != 0).all())
-    assert linear_input.most == 0
+    given[:] = -1  # the kept ones are copies
+    (x,), error = compared(linear_input)
+    numbers = x[:, 0].tolist()
+    assert len(numbers) == count and numbers == sorted(set(numbers)) and min(numbers) >= 0
+    assert count < 20 or (min(numbers) < 15 and max(numbers) > 45)  # of the first and the last quarter
+    assert error.sqnr < 80  # dB
     linear_input.kept.clear()
-    assert list(linear_input.errors_of(lambda x: [])) == []
+    assert list(linear_input.errors_of(lambda parts: [])) == []
+
+
+def test_batches_with_ranges_of_their_own_stay_apart():
+    grid = DynamicGrid(0, 255, torch.uint8, None, symmetric=False)
+    linear_input = Seen(None, grid, [SimpleNamespace(real=torch.ones(3, 4))], most=50)
+    batches = torch.randn(60, 4).split([7, 40, 13])
+    for batch in batches:
+        linear_input.keep(batch)
+    parts, _ = compared(linear_input)
+    assert [len(part) for part in parts] == [7, 40, 3]
+    assert all(torch.equal(part, batch[: len(part)]) for part, batch in zip(parts, batches, strict=True))

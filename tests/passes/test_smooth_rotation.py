@@ -14,6 +14,7 @@ from fxq.common.metrics import sqnr
 from fxq.graph.query import is_op
 from fxq.passes import Smooth
 from tests.support.graphs import expected, program, run_pass
+from tests.support.helpers import module
 
 LAYER = """
     x: float32[64, 256] = input()
@@ -62,17 +63,17 @@ def test_text_before_and_after():
         x_rotated_scale: float32[64, 1] = choose_scale(x_rotated, steps=127, axis=-1)
         x_rotated_q: uint8[64, 256] = quantize(x_rotated, {grid})
         x_rotated_dq: float32[64, 256] = dequantize(x_rotated_q, {grid})
-        w_smoothed_int8: int8[512, 256] = tensor('fxq_data.w_smoothed_int8')
-        w_smoothed_scale: float32[512] = tensor('fxq_data.w_smoothed_scale')
-        w_dq: float32[512, 256] = dequantize(w_smoothed_int8, scale=w_smoothed_scale, zero_point=0, \
+        w_rotated_int8: int8[512, 256] = tensor('fxq_data.w_rotated_int8')
+        w_rotated_scale: float32[512] = tensor('fxq_data.w_rotated_scale')
+        w_dq: float32[512, 256] = dequantize(w_rotated_int8, scale=w_rotated_scale, zero_point=0, \
 qmin=-127, qmax=127, axis=0)
         y: float32[64, 512] = linear(x_rotated_dq, w_dq)
         return y
     """)
     turned = tensors["w"] @ rotation(256)
     scale = turned.abs().amax(1)[:, None] / 127
-    steps = gm.fxq_data.w_smoothed_int8.float()
-    torch.testing.assert_close(steps * gm.fxq_data.w_smoothed_scale[:, None], turned, atol=float(scale.max()), rtol=0)
+    steps = gm.fxq_data.w_rotated_int8.float()
+    torch.testing.assert_close(steps * gm.fxq_data.w_rotated_scale[:, None], turned, atol=float(scale.max()), rtol=0)
 
 
 @pytest.mark.parametrize("step", [Smooth(rotation_gain=math.inf, least=64), Smooth(dynamic_enough=-10.0, least=64)])
@@ -92,10 +93,11 @@ def layer(channels=256, outputs=512):
     return nn.Sequential(nn.Linear(channels, outputs, bias=False)).eval()
 
 
+BACKENDS = ["reference", "auto", "x86", "jit", "openvino", "onnxruntime"]
 DYNAMIC = fxq.Recipe.dynamic(backend="reference", optimize="coverage")
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto", "x86", "jit", "openvino", "onnxruntime"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_is_more_exact(backend, tmp_path):
     if why := unavailable(backend):
         pytest.skip(why)
@@ -111,16 +113,53 @@ def test_a_layer_is_more_exact(backend, tmp_path):
     assert torch.equal(fxq.load(tmp_path / "m.fxq")(fresh), turned(fresh))
 
 
-def test_parameters_of_a_rotated_layer_compute_its_output():
-    model, fresh = layer(), peaked(99, 256)
-    qmodel = fxq.quantize(model, DYNAMIC, data=[peaked(64, 16, 256)])
+def scaled(*shape):
+    """As `peaked`, and channels 0, 32, ... are 20 times as large."""
+    sizes = torch.ones(shape[-1])
+    sizes[::32] = 20.0
+    return peaked(*shape).clamp(-20, 20) * sizes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("draw", [peaked, scaled])
+def test_parameters_of_a_rotated_layer_compute_its_output(draw, backend, tmp_path):
+    if why := unavailable(backend):
+        pytest.skip(why)
+    model, fresh = layer(), draw(99, 256)
+    qmodel = fxq.quantize(model, DYNAMIC.with_backend(backend), data=[draw(64, 16, 256)])
     about = qmodel.qparams()["0"]
-    assert about.input_rotation == 32
+    assert about.input_rotation == 32 and (about.input_factors is None) == (draw is peaked)
+    assert "rotated" in qmodel.ledger.where(path="0")[0].reason
     x = fresh if about.input_factors is None else fresh * about.input_factors
     with torch.no_grad():
         exact = x @ rotation(256) @ (about.weight * about.weight_scale[:, None]).T
         assert sqnr(exact, qmodel(fresh)) > 38  # dB; the rounding of the input alone
         assert sqnr(model(fresh), exact) > 38  # dB; that of the weight alone
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_factors_alone_are_parameters_of_a_layer_with_dynamic_ranges(backend):
+    if why := unavailable(backend):
+        pytest.skip(why)
+    sizes = torch.ones(64)
+    sizes[::16] = 50.0
+    model, x = layer(64, 24), torch.randn(64, 16, 64) * sizes
+    qmodel = fxq.quantize(model, DYNAMIC.with_backend(backend), data=[x])
+    about = qmodel.qparams()["0"]
+    assert about.input_rotation is None
+    with torch.no_grad():
+        exact = (x * about.input_factors) @ (about.weight * about.weight_scale[:, None]).T
+        assert sqnr(model(x), exact) > 35  # dB; the rounding of the weight alone
+
+
+def test_two_layers_that_read_one_input():
+    model = module(lambda self, x: (self.a(x), self.b(x)), a=nn.Linear(256, 300), b=nn.Linear(256, 300))
+    qmodel, fresh = fxq.quantize(model, DYNAMIC, data=[peaked(64, 16, 256)]), peaked(99, 256)
+    assert str(qmodel.history["smooth"]).count("rotate_rows") == 1
+    assert {about.input_rotation for about in qmodel.qparams().values()} == {32}
+    with torch.no_grad():
+        for wanted, y in zip(model(fresh), qmodel(fresh), strict=True):
+            assert sqnr(wanted, y) > 36  # dB
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
