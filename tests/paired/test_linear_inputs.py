@@ -105,9 +105,9 @@ def test_tokens_are_drawn_from_all_batches(macs, least, most, count, monkeypatch
     monkeypatch.setattr(linear_inputs, "MIN_COMPARED", least)
     tokens = torch.arange(60.0)[:, None].repeat(1, 4)
     linear_input = Seen(None, None, [SimpleNamespace(real=torch.ones(3, 4))], most=most)
-    for part in (given := tokens.clone()).split([7, 0, 40, 13]):
+    for part in (written := tokens.clone()).split([7, 0, 40, 13]):
         linear_input.keep(part)
-    given[:] = -1  # the kept ones are copies
+    written[:] = -1  # the kept ones are copies
     (x,), error = compared(linear_input)
     numbers = x[:, 0].tolist()
     assert len(numbers) == count and numbers == sorted(set(numbers)) and min(numbers) >= 0
