@@ -84,8 +84,8 @@ def _refuse_float_model(rewriter: Rewriter[Context]) -> None:
     tensors = (constant(rewriter.gm, node) for node in rewriter.nodes() if node.op == "get_attr")
     if not any(stored_grid(tensor) is not None for tensor in tensors):
         raise RecipeError(
-            "the model has no grids: nothing in it is quantized to 8 bits or fewer with float32 scales, apart from ranges "
-            "per row and what they are multiplied with, which are read as float. The recipe "
+            "the model has no grids: nothing in it is quantized to 8 bits or fewer with float32 scales, apart from "
+            "ranges per row, which are read as float, and what they are multiplied with. The recipe "
             '"stored" is for quantized models, such as quantized ONNX files; quantize a float model with "static", '
             '"dynamic" or "weight_only".'
         )
