@@ -103,7 +103,7 @@ class Smooth(Pass):
     enough: float = 33.0
     dynamic_gain: float = 1.5
     dynamic_enough: float = 40.0
-    rotation_gain: float = 3.0
+    rotation_gain: float = 2.0
     samples: int = 64
     rows: int = 1024
     least: int = 512
