@@ -94,6 +94,7 @@ def test_as_a_dict():
         "output_zero_point": None,
         "node": "gru",
         "input_factors": None,
+        "input_rotation": None,
     }
 
 
