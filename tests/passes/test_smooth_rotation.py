@@ -134,7 +134,7 @@ def test_parameters_of_a_rotated_layer_compute_its_output(draw, backend, tmp_pat
     with torch.no_grad():
         exact = x @ rotation(256) @ (about.weight * about.weight_scale[:, None]).T
         assert sqnr(exact, qmodel(fresh)) > 38  # dB; the rounding of the input alone
-        assert sqnr(model(fresh), exact) > 38  # dB; that of the weight alone
+        assert sqnr(model(fresh), exact) > 36  # dB; that of the weight alone, of 7 bits without VNNI
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
