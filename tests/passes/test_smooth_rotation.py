@@ -106,9 +106,8 @@ def test_a_layer_is_more_exact(backend, tmp_path):
     plain, turned = (fxq.quantize(model, r, data=data) for r in (recipe.without_pass("smooth"), recipe))
     with torch.no_grad():
         assert sqnr(model(fresh), turned(fresh)) > sqnr(model(fresh), plain(fresh)) + 5  # dB
-    torch.testing.assert_close(
-        turned(fresh), fxq.quantize(model, DYNAMIC, data=data)(fresh), atol=0.03, rtol=0
-    )  # a tie
+    reference = fxq.quantize(model, DYNAMIC, data=data)
+    assert sqnr(reference(fresh), turned(fresh)) > 33  # dB; without VNNI, weights of x86 have 7 bits
     turned.save(tmp_path / "m.fxq")
     assert torch.equal(fxq.load(tmp_path / "m.fxq")(fresh), turned(fresh))
 
