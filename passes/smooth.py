@@ -255,7 +255,7 @@ class _Input(LinearInput):
         smoothed = max(SMOOTHED, key=sqnr.__getitem__)
         if sqnr[smoothed] >= sqnr[best] + (self.options.dynamic_gain if self.is_dynamic else self.options.gain):
             best = smoothed
-        if self.is_dynamic and self.can_rotate and sqnr[best] < self.enough:
+        if ROTATED[0] in sqnr and sqnr[best] < self.enough:
             plain, smoothed = ROTATED
             turned = smoothed if sqnr[smoothed] >= sqnr[plain] + self.options.dynamic_gain else plain
             best = turned if sqnr[turned] >= sqnr[best] + self.options.rotation_gain else best
